@@ -1,0 +1,1 @@
+"""fitune's store: bytes to records to tables, with neither torch nor Triton."""

@@ -1,0 +1,1 @@
+"""Device code of fitune's MoE layer: Triton kernels, their launch, and torch references."""
