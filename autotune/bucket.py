@@ -1,7 +1,8 @@
 """The one rounding rule between a token count and the tuned token points.
 
-A count belongs to the point nearest in ratio: the border between two neighbouring points is their geometric mean.
-Counts below the first or above the last point belong to none: nothing is clamped.
+A count belongs to the point nearest in ratio: the border between two neighbouring points is their geometric mean, and
+no point speaks for counts more than a factor of MAX_RATIO away. Counts below the first point, above the last, or in a
+gap between far points belong to none: nothing is clamped.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from math import isqrt
 from typing import Final
 
 BUCKET_RULE: Final = "geometric-midpoint"
+MAX_RATIO: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,8 @@ def buckets(points: Sequence[int]) -> tuple[Bucket, ...]:
     result = []
     low = ordered[0] if ordered else 0
     for point, following in zip(ordered, [*ordered[1:], None], strict=True):
-        high = point if following is None else isqrt(point * following)
-        result.append(Bucket(point, low, high))
+        high = point if following is None else min(isqrt(point * following), MAX_RATIO * point)
+        result.append(Bucket(point, max(low, -(-point // MAX_RATIO)), high))
         low = high + 1
     return tuple(result)
 
