@@ -1,0 +1,386 @@
+"""An analytic estimate of one stage's time: what orders candidates and gives the search its prior.
+
+The model is a roofline with four limits, joined by a smooth maximum:
+
+    memory      weights of the active experts and activations over DRAM, slower where too few bytes are in flight
+    tensor      padded work of the busiest SM at the rate that the tile's shape reaches on the tensor core
+    traffic     tile loads of the busiest SM through its L2 port
+    latency     rounds of the resident programs, each a chain of k-steps that the pipeline stages can only partly hide
+
+plus what every kernel pays: launches, the filling and draining of each tile, and the small kernels that belong to
+the stage (permute, activation, combine). Rankings matter here, not absolute times: a chip's constants were set from
+measured H200 times, other chips scale from their data sheets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fitune.problem import Problem
+from fitune.tactic import Stage, num_tiles
+from fitune.target import Target
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """Rates of one chip: DRAM and per-SM L2 bytes a µs, bf16 tensor flops a µs, µs of a launch and of one load."""
+
+    dram_bytes_per_us: float
+    port_bytes_per_us: float
+    tensor_flops_per_us: float
+    launch_us: float = 1.5
+    load_us: float = 0.9
+
+
+CHIPS: Final[dict[str, Chip]] = {
+    "sm_80": Chip(1.9e6, 85e3, 290e6, 2.0, 1.0),
+    "sm_89": Chip(0.85e6, 90e3, 180e6, 2.0, 1.0),
+    "sm_90": Chip(4.7e6, 120e3, 790e6),
+    "sm_100": Chip(7.5e6, 125e3, 2000e6),
+    "gfx942": Chip(4.3e6, 60e3, 900e6, 3.0, 1.2),
+}
+TILE_FIXED_US: Final = 1.4
+"""Filling and draining one tile's pipeline, when nothing else runs on the SM meanwhile."""
+FLAT_FIXED_US: Final = 0.25
+VECTOR_FLOPS_SHARE: Final = 0.05
+"""Multiply-adds outside the tensor core, as a share of its rate: what the gemv family has."""
+_SHARPNESS: Final = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class CostTerms:
+    """The estimate of one stage with the quantities it is made of.
+
+    `tiles` counts row tiles and `units` row tiles times column tiles; `resident` programs run at once, so the units
+    take `rounds` rounds of which the last is partly empty; `busiest_units` fall on the busiest SM. `weight_bytes` is
+    each active expert once, `dram_weight_bytes` with re-reads that L2 does not catch, `port_bytes` everything the
+    SMs load. `tensor_rate` is the share of the chip's peak that the tile shape reaches. `memory_us`, `tensor_us`,
+    `traffic_us` and `latency_us` are the four limits, `fixed_us` the exposed filling and draining of tiles,
+    `extra_us` the stage's small kernels, `launch_us` all launches.
+    """
+
+    expected_rows: float
+    expected_active_experts: float
+    padded_rows: float
+    tiles: float
+    units: float
+    resident: int
+    rounds: float
+    busiest_units: float
+    flops_useful: float
+    flops_padded: float
+    weight_bytes: float
+    dram_weight_bytes: float
+    activation_bytes: float
+    port_bytes: float
+    tensor_rate: float
+    memory_us: float
+    tensor_us: float
+    traffic_us: float
+    latency_us: float
+    fixed_us: float
+    extra_us: float
+    launch_us: float
+    predicted_us: float
+
+    @property
+    def waves(self) -> float:
+        """Units over resident programs, not rounded up."""
+        return self.units / self.resident
+
+    @property
+    def padding(self) -> float:
+        """Padded rows over routed rows; 1 without any."""
+        return self.padded_rows / self.expected_rows if self.expected_rows else 1.0
+
+    @property
+    def bound(self) -> str:
+        """Which limit is the largest: memory, tensor, traffic or latency."""
+        limits = {
+            "memory": self.memory_us,
+            "tensor": self.tensor_us,
+            "traffic": self.traffic_us,
+            "latency": self.latency_us,
+        }
+        return max(limits, key=lambda name: limits[name])
+
+
+def predict_us(stage: Stage, problem: Problem, target: Target) -> float:
+    """Estimated µs of a stage, small kernels and launches included."""
+    return terms(stage, problem, target).predicted_us
+
+
+def predict_many_us(stages: Sequence[Stage], problem: Problem, target: Target) -> Floats:
+    """`predict_us` of many stages, float64 [len(stages)]."""
+    return np.array([predict_us(stage, problem, target) for stage in stages], dtype=np.float64)
+
+
+def expected_tiles(problem: Problem, tile_size: int, expert_rows: Sequence[int] | None = None) -> float:
+    """Row tiles over all local experts: of `expert_rows` where given, else expected under the routing profile."""
+    if expert_rows is not None:
+        return float(sum(num_tiles(rows, tile_size) for rows in expert_rows))
+    return _expected_tiles(problem, tile_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What the routing puts on one stage: rows, experts with rows, row tiles, and the GEMM's K and columns."""
+
+    rows: float
+    active: float
+    tiles: float
+    k: int
+    columns: int
+
+
+def terms(stage: Stage, problem: Problem, target: Target, expert_rows: Sequence[int] | None = None) -> CostTerms:
+    """The estimate with its parts. `expert_rows` [local_experts] replaces the routing profile's expectation."""
+    load = _load(stage, problem, expert_rows)
+    chip = CHIPS.get(target.arch, CHIPS["sm_80"])
+    if stage.family == "gemv":
+        return _gemv_terms(stage, problem, target, chip, load)
+    return _tile_terms(stage, problem, target, chip, load)
+
+
+def _load(stage: Stage, problem: Problem, expert_rows: Sequence[int] | None) -> _Load:
+    shape = problem.shape
+    if expert_rows is None:
+        rows, active = problem.expected_routed_rows, expected_tiles(problem, 1 << 30)
+    else:
+        rows, active = float(sum(expert_rows)), float(sum(count > 0 for count in expert_rows))
+    tiles = rows if stage.tile_size == 1 else expected_tiles(problem, stage.tile_size, expert_rows)
+    if stage.stage == "gemm1":
+        return _Load(rows, active, tiles, shape.hidden_size, 2 * shape.intermediate_size)
+    return _Load(rows, active, tiles, shape.intermediate_size, shape.hidden_size)
+
+
+def _tile_terms(stage: Stage, problem: Problem, target: Target, chip: Chip, load: _Load) -> CostTerms:
+    gemm, item, sms = stage.gemm, problem.shape.item_bytes, target.num_sms
+    per_sm = _programs_per_sm(stage, target, item)
+    resident = sms * per_sm
+    k_steps, column_tiles = -(-load.k // gemm.block_k), -(-load.columns // gemm.block_n)
+    units = load.tiles * column_tiles
+    rounds, busiest = math.ceil(units / resident), math.ceil(units / sms)
+    rate = _tensor_rate(stage, target, item)
+    step_flops = 2.0 * stage.tile_size * gemm.block_n * gemm.block_k
+    step_bytes = float((stage.tile_size + gemm.block_n) * gemm.block_k * item)
+    flat = gemm.schedule == "persistent" and gemm.flatten
+    tile_us = FLAT_FIXED_US if flat else TILE_FIXED_US
+
+    weight = load.active * load.k * load.columns * item
+    dram_weight = weight * _rereads(load, gemm.group_m, item, target)
+    activation = load.rows * (load.k + _columns_out(stage, load)) * item
+    in_flight = per_sm * (gemm.num_stages - 1) * gemm.block_n * gemm.block_k * item
+    needed = chip.dram_bytes_per_us * 0.75 * chip.load_us / sms
+    starved = _smooth_max(1.0, needed / max(in_flight, 1.0))
+    memory_us = (dram_weight + activation) / chip.dram_bytes_per_us * starved
+    tensor_us = busiest * k_steps * step_flops / (chip.tensor_flops_per_us / sms * rate)
+    traffic_us = busiest * k_steps * step_bytes / chip.port_bytes_per_us
+    latency_us = rounds * (k_steps * chip.load_us / max(gemm.num_stages - 1, 0.7) + tile_us)
+    fixed_us = (busiest * tile_us / per_sm if units else 0.0) + (TILE_FIXED_US if flat else 0.0)
+    extra_us, extra_launches = _extras(stage, problem, load, chip)
+    launch_us = chip.launch_us * (1 + extra_launches)
+    body = _smooth_max(memory_us, tensor_us, traffic_us, latency_us)
+    # What a tile exposes matters in full where the tensor core sets the pace; DRAM keeps streaming meanwhile.
+    share = max(tensor_us, traffic_us, latency_us) / max(body, 1e-9)
+    return CostTerms(
+        expected_rows=load.rows,
+        expected_active_experts=load.active,
+        padded_rows=load.tiles * stage.tile_size,
+        tiles=load.tiles,
+        units=units,
+        resident=resident,
+        rounds=float(rounds),
+        busiest_units=float(busiest),
+        flops_useful=2.0 * load.rows * load.k * load.columns,
+        flops_padded=2.0 * load.tiles * stage.tile_size * load.k * column_tiles * gemm.block_n,
+        weight_bytes=weight,
+        dram_weight_bytes=dram_weight,
+        activation_bytes=activation,
+        port_bytes=units * k_steps * step_bytes,
+        tensor_rate=rate,
+        memory_us=memory_us,
+        tensor_us=tensor_us,
+        traffic_us=traffic_us,
+        latency_us=latency_us,
+        fixed_us=fixed_us * min(1.0, share),
+        extra_us=extra_us,
+        launch_us=launch_us,
+        predicted_us=body + fixed_us * min(1.0, share) + extra_us + launch_us,
+    )
+
+
+def _gemv_terms(stage: Stage, problem: Problem, target: Target, chip: Chip, load: _Load) -> CostTerms:
+    """One program per row and few weight rows, products summed on the vector units: near a plain read."""
+    gemm, item, sms = stage.gemm, problem.shape.item_bytes, target.num_sms
+    values = gemm.block_n * min(gemm.block_k, load.k) / (gemm.num_warps * target.warp_size)
+    per_sm = max(1, min(16, 64 // gemm.num_warps, int(160 / (gemm.num_warps / 4 * (24 + 1.5 * values)) * 4)))
+    resident = sms * per_sm
+    units = load.tiles * -(-load.columns // gemm.block_n)
+    weight = load.active * load.k * load.columns * item
+    swept = load.rows * load.k * load.columns * item
+    activation = load.rows * (load.k + _columns_out(stage, load)) * item
+    in_flight = per_sm * gemm.block_n * min(gemm.block_k, load.k) * item
+    starved = _smooth_max(1.0, chip.dram_bytes_per_us * 0.75 * chip.load_us / sms / in_flight)
+    memory_us = (weight + activation) / chip.dram_bytes_per_us * starved
+    tensor_us = 2.0 * load.rows * load.k * load.columns / (chip.tensor_flops_per_us * VECTOR_FLOPS_SHARE)
+    traffic_us = swept / (chip.port_bytes_per_us * sms) * 1.3
+    rounds, busiest = math.ceil(units / resident), math.ceil(units / sms)
+    latency_us = rounds * (chip.load_us * -(-load.k // gemm.block_k) * 0.6 + 0.3)
+    extra_us, extra_launches = _extras(stage, problem, load, chip)
+    launch_us = chip.launch_us * (1 + extra_launches)
+    return CostTerms(
+        expected_rows=load.rows,
+        expected_active_experts=load.active,
+        padded_rows=load.rows,
+        tiles=load.tiles,
+        units=units,
+        resident=resident,
+        rounds=float(rounds),
+        busiest_units=float(busiest),
+        flops_useful=2.0 * load.rows * load.k * load.columns,
+        flops_padded=2.0 * load.rows * load.k * load.columns,
+        weight_bytes=weight,
+        dram_weight_bytes=weight,
+        activation_bytes=activation,
+        port_bytes=swept,
+        tensor_rate=VECTOR_FLOPS_SHARE,
+        memory_us=memory_us,
+        tensor_us=tensor_us,
+        traffic_us=traffic_us,
+        latency_us=latency_us,
+        fixed_us=0.0,
+        extra_us=extra_us,
+        launch_us=launch_us,
+        predicted_us=_smooth_max(memory_us, tensor_us, traffic_us, latency_us) + extra_us + launch_us,
+    )
+
+
+def _columns_out(stage: Stage, load: _Load) -> float:
+    """Columns written per row: half of gemm1's when its epilogue applies the activation."""
+    return load.columns / 2.0 if stage.activation == "fused" else float(load.columns)
+
+
+def _extras(stage: Stage, problem: Problem, load: _Load, chip: Chip) -> tuple[float, int]:
+    """µs and number of the small kernels of a stage, each at some three quarters of the DRAM rate."""
+    shape, moved, launches = problem.shape, 0.0, 0
+    row_bytes = shape.hidden_size * shape.item_bytes
+    if stage.gather == "permute":
+        moved, launches = moved + 2.0 * load.rows * row_bytes, launches + 1
+    if stage.activation == "separate":
+        moved, launches = moved + 3.0 * load.rows * shape.intermediate_size * shape.item_bytes, launches + 1
+    if stage.finalize == "reduce":
+        moved, launches = moved + load.rows * row_bytes + problem.num_tokens * row_bytes, launches + 1
+    if stage.finalize == "fused":  # float32 atomics, zeroed before and cast after
+        moved, launches = moved + 16.0 * load.rows * row_bytes + 4.0 * problem.num_tokens * row_bytes, launches + 2
+    return moved / (0.75 * chip.dram_bytes_per_us), launches
+
+
+def _programs_per_sm(stage: Stage, target: Target, item: int) -> int:
+    """Programs that one SM holds: the persistent loop's own number, capped by shared memory and registers."""
+    gemm = stage.gemm
+    shared = gemm.num_stages * (stage.tile_size + gemm.block_n) * gemm.block_k * item
+    accumulator = stage.tile_size * gemm.block_n / (gemm.num_warps * target.warp_size)
+    registers = gemm.num_warps * target.warp_size * min(255.0, accumulator + 48.0)
+    fits = int(max(1, min(target.shared_bytes // max(shared, 1), target.registers_per_sm // registers, 8)))
+    return min(fits, gemm.programs_per_sm) if gemm.schedule == "persistent" else fits
+
+
+def _tensor_rate(stage: Stage, target: Target, item: int) -> float:
+    """Share of the bf16 peak that a tile shape reaches when it never waits for loads."""
+    gemm = stage.gemm
+    rows, columns = (gemm.block_n, stage.tile_size) if gemm.swap_ab else (stage.tile_size, gemm.block_n)
+    if target.has_wgmma and rows >= 64 and gemm.num_warps % 4 == 0:
+        groups = gemm.num_warps // 4
+        side_by_side = max(1, groups // max(1, rows // 64))
+        width = columns / side_by_side
+        rate = width / (width + 40.0) * 1.15 * (0.75 if side_by_side > 1 else 1.0)
+    else:
+        width = min(rows, columns) * 2.0 if min(rows, columns) < 32 else float(columns)
+        rate = (0.5 if target.has_wgmma else 0.95) * width / (width + 40.0)
+    rate *= 0.85 if gemm.swap_ab else 1.0
+    accumulator = rows * columns / (gemm.num_warps * target.warp_size)
+    if accumulator > 200:
+        rate *= 0.35
+    if gemm.flatten and stage.activation == "fused" and not gemm.swap_ab:
+        rate *= 0.5
+    if gemm.loads == "pointer" or stage.gather == "fused":
+        rate *= 0.8
+    if gemm.block_k < 64:
+        rate *= 0.7
+    return min(1.0, rate) * (0.5 if item == 4 else 1.0)
+
+
+def _rereads(load: _Load, group_m: int, item: int, target: Target) -> float:
+    """How often an expert's weights come from DRAM: more than once where its tiles are walked in several groups."""
+    per_expert = load.tiles / load.active if load.active else 0.0
+    groups = max(1.0, math.ceil(per_expert / group_m))
+    missed = min(1.0, max(0.0, load.k * load.columns * item / target.l2_bytes - 0.5))
+    return 1.0 + missed * (groups - 1.0)
+
+
+def _smooth_max(*values: float) -> float:
+    largest = max(values)
+    if largest <= 0.0:
+        return 0.0
+    total: float = sum((value / largest) ** _SHARPNESS for value in values)
+    return float(largest * total ** (1.0 / _SHARPNESS))
+
+
+@lru_cache(maxsize=4096)
+def _expected_tiles(problem: Problem, tile_size: int) -> float:
+    if problem.num_tokens == 0:
+        return 0.0
+    shares = _expert_chances(problem)
+    if problem.routing == "balanced":
+        rows = problem.expected_rows_per_expert
+        whole, part = divmod(rows, 1.0)
+        high, low = num_tiles(int(whole) + 1, tile_size), num_tiles(int(whole), tile_size)
+        return problem.local_experts * (part * high + (1.0 - part) * low)
+    chances, counts = np.unique(shares, return_counts=True)
+    each = [_binomial_tiles(problem.num_tokens, float(chance), tile_size) for chance in chances]
+    return float(np.dot(each, counts) * problem.local_experts / counts.sum())
+
+
+def _expert_chances(problem: Problem) -> Floats:
+    """Chance that a token falls on an expert, per expert rank: all equal but under a Zipf profile."""
+    uniform = problem.expected_rows_per_expert / problem.num_tokens
+    kind, _, argument = problem.routing.partition(":")
+    if kind != "zipf":
+        return np.array([min(1.0, uniform)])
+    count = problem.shape.num_experts
+    weights = np.arange(1, count + 1, dtype=np.float64) ** -float(argument or 1.0)
+    # Drawing top_k distinct experts caps each at one slot a token: find the exponent rate that fills top_k slots.
+    low, high = 0.0, 1.0
+    while float((1.0 - np.exp(-high * weights)).sum()) < problem.shape.top_k * 0.999 and high < 1e12:
+        high *= 2.0
+    for _ in range(60):
+        middle = 0.5 * (low + high)
+        filled = float((1.0 - np.exp(-middle * weights)).sum())
+        low, high = (middle, high) if filled < problem.shape.top_k else (low, middle)
+    chances: Floats = np.round(1.0 - np.exp(-high * weights), 6)
+    return chances
+
+
+def _binomial_tiles(tokens: int, chance: float, tile_size: int) -> float:
+    """Expected tiles of one expert that each of `tokens` tokens chooses with `chance`."""
+    if chance >= 1.0:
+        return float(num_tiles(tokens, tile_size))
+    if chance <= 0.0:
+        return 0.0
+    spread = 8.0 * math.sqrt(tokens * chance * (1.0 - chance)) + 12.0
+    low, high = max(0, int(tokens * chance - spread)), min(tokens, int(tokens * chance + spread))
+    rows = np.arange(low, high + 1)
+    steps = np.log((tokens - rows[:-1]) / (rows[:-1] + 1.0)) + math.log(chance / (1.0 - chance))
+    logs = np.concatenate(([0.0], np.cumsum(steps)))
+    weights = np.exp(logs - logs.max())
+    return float(np.dot(weights / weights.sum(), -(-rows // tile_size)))
