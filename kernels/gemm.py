@@ -37,12 +37,15 @@ def _decode_tile(tile, ExpertRows, ExpertTiles, TileExpert, group_m, NUM_N: tl.c
 def _load_rows(A, row, k, a_offsets, stride_a_k, K: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr):
     """[TILE, BLOCK_K] of the activations, zero beyond K."""
     if TMA:
-        return A.load([row, k])
-    offs_k = k + tl.arange(0, BLOCK_K)
-    pointers = A + a_offsets[:, None] + offs_k[None, :] * stride_a_k
-    if K % BLOCK_K == 0:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=offs_k[None, :] < K, other=0.0)
+        a = A.load([row, k])
+    else:
+        offs_k = k + tl.arange(0, BLOCK_K)
+        pointers = A + a_offsets[:, None] + offs_k[None, :] * stride_a_k
+        if K % BLOCK_K == 0:
+            a = tl.load(pointers)
+        else:
+            a = tl.load(pointers, mask=offs_k[None, :] < K, other=0.0)
+    return a
 
 
 @triton.jit
@@ -62,15 +65,18 @@ def _load_weights(
 ):
     """[ROWS, BLOCK_K] of one expert's weights, zero beyond K. Rows beyond N hold other weights: never stored."""
     if TMA:
-        return W.load([expert * N + n, k])
-    offs_n = n + tl.arange(0, ROWS)
-    if N % ROWS != 0:
-        offs_n = tl.minimum(offs_n, N - 1)
-    offs_k = k + tl.arange(0, BLOCK_K)
-    pointers = W + expert.to(tl.int64) * stride_w_e + offs_n[:, None] * stride_w_n + offs_k[None, :] * stride_w_k
-    if K % BLOCK_K == 0:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=offs_k[None, :] < K, other=0.0)
+        w = W.load([expert * N + n, k])
+    else:
+        offs_n = n + tl.arange(0, ROWS)
+        if N % ROWS != 0:
+            offs_n = tl.minimum(offs_n, N - 1)
+        offs_k = k + tl.arange(0, BLOCK_K)
+        pointers = W + expert.to(tl.int64) * stride_w_e + offs_n[:, None] * stride_w_n + offs_k[None, :] * stride_w_k
+        if K % BLOCK_K == 0:
+            w = tl.load(pointers)
+        else:
+            w = tl.load(pointers, mask=offs_k[None, :] < K, other=0.0)
+    return w
 
 
 @triton.jit
@@ -80,8 +86,10 @@ def _multiply(a, w, acc, SWAP: tl.constexpr, UPCAST: tl.constexpr):
         a = a.to(tl.float32)
         w = w.to(tl.float32)
     if SWAP:
-        return tl.dot(w, a.T, acc, input_precision="ieee")
-    return tl.dot(a, w.T, acc, input_precision="ieee")
+        acc = tl.dot(w, a.T, acc, input_precision="ieee")
+    else:
+        acc = tl.dot(a, w.T, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit

@@ -26,8 +26,10 @@ def _local_experts_of_slots(
 def _load_weights(W, offs_n, offs_k, stride_n, stride_k, K: tl.constexpr, BLOCK_K: tl.constexpr):
     pointers = W + offs_n[:, None].to(tl.int64) * stride_n + offs_k[None, :] * stride_k
     if K % BLOCK_K == 0:
-        return tl.load(pointers, eviction_policy="evict_first").to(tl.float32)
-    return tl.load(pointers, mask=offs_k[None, :] < K, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        w = tl.load(pointers, eviction_policy="evict_first")
+    else:
+        w = tl.load(pointers, mask=offs_k[None, :] < K, other=0.0, eviction_policy="evict_first")
+    return w.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_slots", "local_expert_offset", "local_experts"])

@@ -134,7 +134,7 @@ class Workspace:
             expert_rows=ints(local_experts + 1),
             expert_tiles=ints(local_experts + 1),
             tile_expert=ints(max(1, max_tiles(slots, local_experts, min(TILE_SIZES)))),
-            block_counts=ints(*sort.block_counts_shape(slots, local_experts)),
+            block_counts=ints(max(1, sort.block_counts_size(slots, local_experts))),
             permuted=wide,
             gate_up=floats(slots, 2 * shape.intermediate_size),
             hidden=floats(slots, shape.intermediate_size),
@@ -215,14 +215,14 @@ def _run_gemm1(stage: Stage, args: LayerArgs, ws: Workspace, launch: Launcher) -
     fused = stage.activation == "fused"
     if permute:
         rows.permute_rows(
-            args.x, ws.slot_of_row, ws.expert_rows[-1:], args.top_k, ws.permuted, num_programs=8 * ws.num_sms,
+            args.x, ws.slot_of_row, ws.expert_rows, args.top_k, ws.permuted, rows.PROGRAMS_PER_SM * ws.num_sms,
             launch=launch,
         )  # fmt: skip
     source = ws.permuted if permute else args.x
     target = ws.hidden if fused else ws.gate_up
     _grouped_gemm(stage, source, args.w13, target, args, ws, launch, gather=not permute, swiglu=fused, atomic=False)
     if not fused:
-        rows.swiglu(ws.gate_up, ws.expert_rows[-1:], ws.hidden, num_programs=8 * ws.num_sms, launch=launch)
+        rows.swiglu(ws.gate_up, ws.expert_rows, ws.hidden, rows.PROGRAMS_PER_SM * ws.num_sms, launch=launch)
 
 
 def _run_gemm2(stage: Stage, args: LayerArgs, ws: Workspace, out: Tensor, launch: Launcher) -> None:
@@ -240,7 +240,7 @@ def _run_gemm2(stage: Stage, args: LayerArgs, ws: Workspace, out: Tensor, launch
         rows.combine(ws.expert_out, ws.row_of_slot, args.topk_weights, out, launch=launch)
     else:
         sums = ws.out_f32[:n]
-        rows.zero_rows(sums, launch=launch)
+        rows.zero_fill(sums, launch=launch)
         _grouped_gemm(stage, ws.hidden, args.w2, sums, args, ws, launch, gather=False, swiglu=False, atomic=True)
         rows.cast_rows(sums, out, launch=launch)
 
