@@ -298,7 +298,8 @@ def _programs_per_sm(stage: Stage, target: Target, item: int) -> int:
 def _tensor_rate(stage: Stage, target: Target, item: int) -> float:
     """Share of the bf16 peak that a tile shape reaches when it never waits for loads."""
     gemm = stage.gemm
-    rows, columns = (gemm.block_n, stage.tile_size) if gemm.swap_ab else (stage.tile_size, gemm.block_n)
+    weight_rows = gemm.block_n // 2 if stage.activation == "fused" else gemm.block_n  # gate and up are two operands
+    rows, columns = (weight_rows, stage.tile_size) if gemm.swap_ab else (stage.tile_size, gemm.block_n)
     if target.has_wgmma and rows >= 64 and gemm.num_warps % 4 == 0:
         groups = gemm.num_warps // 4
         side_by_side = max(1, groups // max(1, rows // 64))
@@ -308,7 +309,7 @@ def _tensor_rate(stage: Stage, target: Target, item: int) -> float:
         width = min(rows, columns) * 2.0 if min(rows, columns) < 32 else float(columns)
         rate = (0.5 if target.has_wgmma else 0.95) * width / (width + 40.0)
     rate *= 0.85 if gemm.swap_ab else 1.0
-    accumulator = rows * columns / (gemm.num_warps * target.warp_size)
+    accumulator = stage.tile_size * gemm.block_n / (gemm.num_warps * target.warp_size)
     if accumulator > 200:
         rate *= 0.35
     if gemm.flatten and stage.activation == "fused" and not gemm.swap_ab:

@@ -1,0 +1,137 @@
+"""The enumerated legal stages of one key and GEMM, as Optuna parameters and as numbers for a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import optuna
+from numpy.typing import NDArray
+from optuna.distributions import CategoricalDistribution
+
+from fitune.tactic import Stage
+
+Floats = NDArray[np.float64]
+Value = str | int | bool
+
+FEATURES: Final[tuple[str, ...]] = (
+    "tile_size",
+    "block_n",
+    "block_k",
+    "num_stages",
+    "num_warps",
+    "group_m",
+    "persistent",
+    "programs",
+    "flatten",
+    "tma",
+    "swap",
+    "permute",
+    "separate",
+    "fused_finalize",
+    "family",
+)
+
+
+class Head(NamedTuple):
+    """What both GEMMs of a tactic must share."""
+
+    family: str
+    tile_size: int
+
+
+def head_of(stage: Stage) -> Head:
+    return Head(stage.family, stage.tile_size)
+
+
+def stage_params(stage: Stage) -> dict[str, Value]:
+    """The stage as one Optuna parameter per field; `loop` joins schedule, programs per SM and flatten."""
+    gemm = stage.gemm
+    loop = "grid" if gemm.schedule == "grid" else f"p{gemm.programs_per_sm}{'f' if gemm.flatten else ''}"
+    params: dict[str, Value] = {
+        "family": stage.family,
+        "tile_size": stage.tile_size,
+        "block_n": gemm.block_n,
+        "block_k": gemm.block_k,
+        "group_m": gemm.group_m,
+        "num_warps": gemm.num_warps,
+        "num_stages": gemm.num_stages,
+        "loop": loop,
+        "loads": gemm.loads,
+        "swap_ab": gemm.swap_ab,
+    }
+    for name, value in (("gather", stage.gather), ("activation", stage.activation), ("finalize", stage.finalize)):
+        if value is not None:
+            params[name] = value
+    return params
+
+
+def stage_features(stage: Stage) -> list[float]:
+    """Numbers in units of about one natural step each, in the order of FEATURES; they tell any two stages apart."""
+    gemm = stage.gemm
+    persistent = gemm.schedule == "persistent"
+    return [
+        math.log2(stage.tile_size),
+        math.log2(gemm.block_n),
+        math.log2(gemm.block_k),
+        float(gemm.num_stages),
+        math.log2(gemm.num_warps),
+        math.log2(gemm.group_m) / 3.0,
+        float(persistent),
+        math.log2(gemm.programs_per_sm) if persistent else 0.0,
+        float(gemm.flatten),
+        float(gemm.loads == "tma"),
+        float(gemm.swap_ab),
+        float(stage.gather == "permute"),
+        float(stage.activation == "separate"),
+        float(stage.finalize == "fused"),
+        0.0 if stage.family == "tile" else 3.0,
+    ]
+
+
+class StagePool:
+    """Distinct stages of one GEMM, in a fixed order."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.stages: tuple[Stage, ...] = tuple(dict.fromkeys(stages))
+        self.features: Floats = np.array([stage_features(stage) for stage in self.stages], dtype=np.float64).reshape(
+            len(self.stages), len(FEATURES)
+        )
+        self.params: tuple[dict[str, Value], ...] = tuple(stage_params(stage) for stage in self.stages)
+        names = list(self.params[0]) if self.params else []
+        self.distributions: dict[str, CategoricalDistribution] = {
+            name: CategoricalDistribution(sorted({params[name] for params in self.params})) for name in names
+        }
+        self._by_stage = {stage: index for index, stage in enumerate(self.stages)}
+        self._by_params = {tuple(params.values()): index for index, params in enumerate(self.params)}
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __contains__(self, stage: Stage) -> bool:
+        return stage in self._by_stage
+
+    def index(self, stage: Stage) -> int | None:
+        """Position of a stage, or None where it is no member."""
+        return self._by_stage.get(stage)
+
+    def index_of_params(self, params: Mapping[str, Value]) -> int | None:
+        """Position of the stage with exactly these parameters, or None: an illegal combination, or incomplete."""
+        return self._by_params.get(tuple(params[name] for name in self.distributions if name in params))
+
+    def matching(self, params: Mapping[str, Value]) -> list[int]:
+        """Positions whose parameters agree with the given ones, which may be only some."""
+        wanted = {name: value for name, value in params.items() if name in self.distributions}
+        return [
+            index for index, own in enumerate(self.params) if all(own[name] == value for name, value in wanted.items())
+        ]
+
+
+def suggest_stage(trial: optuna.Trial, pool: StagePool) -> Stage:
+    """The stage a trial stands for: suggests every field; for use in an objective with one of our samplers."""
+    params = {name: trial.suggest_categorical(name, dist.choices) for name, dist in pool.distributions.items()}
+    index = pool.index_of_params(params)
+    assert index is not None, f"the study's sampler left the pool: {params}"
+    return pool.stages[index]

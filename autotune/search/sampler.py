@@ -1,0 +1,216 @@
+"""Optuna samplers that can only ever propose legal, unmeasured members of an enumerated pool.
+
+They work in a plain study:
+
+    pool = StagePool(space.pool(problem, target, "gemm1"))
+    study = optuna.create_study(sampler=PoolSampler(pool, cost.predict_many_us(pool.stages, problem, target)))
+    study.optimize(lambda trial: time_us(suggest_stage(trial, pool)), n_trials=50)
+
+Every field of a stage is a categorical parameter of its own, so importances work; all are drawn together, so no
+illegal combination can come up. Trials that were pruned or failed count as measured. When the pool is used up,
+`study.optimize` is stopped, and `ask` raises PoolExhausted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import optuna
+from numpy.typing import NDArray
+from optuna.distributions import BaseDistribution
+from optuna.samplers import BaseSampler, TPESampler
+from optuna.trial import FrozenTrial, TrialState
+
+from fitune.search.pool import Floats, Head, StagePool
+from fitune.search.proposer import NeighbourTask, Observation, Proposer
+
+
+class PoolExhausted(Exception):
+    """No unmeasured member is left to propose."""
+
+
+class PoolBase(BaseSampler):
+    """Bookkeeping all pool samplers share; `_choose` picks among the free members."""
+
+    def __init__(self, pool: StagePool, seed: int = 0) -> None:
+        self.pool = pool
+        self._seed = seed
+        self._rng = np.random.default_rng(seed)
+        self._lock = threading.Lock()
+        self._asked: dict[int, int] = {}
+
+    def reseed_rng(self) -> None:
+        self._rng = np.random.default_rng()
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return dict(self.pool.distributions)
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        with self._lock:
+            fixed = trial.system_attrs.get("fixed_params", {})
+            taken = self._taken(study, trial.number)
+            free = [index for index in self.pool.matching(fixed) if index not in taken]
+            if not free:
+                raise PoolExhausted(f"all {len(self.pool)} members of the pool are measured or being measured")
+            index = free[0] if len(free) == 1 else self._choose(study, trial, np.array(free, dtype=np.int64))
+            self._asked[trial.number] = index
+        return dict(self.pool.params[index])
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        known = param_name in self.pool.distributions
+        raise ValueError(
+            f"parameter {param_name!r} is {'suggested with other choices than' if known else 'not a field of'} "
+            "the pool's stages; use suggest_stage"
+        )
+
+    def after_trial(
+        self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
+    ) -> None:
+        with self._lock:
+            if len(self._taken(study, None)) >= len(self.pool):
+                try:
+                    study.stop()
+                except RuntimeError:  # ask and tell: there is no loop to stop
+                    return
+
+    def free(self, study: optuna.Study) -> NDArray[np.int64]:
+        """Positions of pool members that no trial of the study has."""
+        taken = self._taken(study, None)
+        return np.array([index for index in range(len(self.pool)) if index not in taken], dtype=np.int64)
+
+    def _taken(self, study: optuna.Study, besides: int | None) -> set[int]:
+        taken = set()
+        for trial in study.get_trials(deepcopy=False):
+            if trial.number == besides or trial.state is TrialState.WAITING:
+                continue
+            index = self.pool.index_of_params(trial.params)
+            if index is None:
+                index = self._asked.get(trial.number)
+            if index is not None:
+                taken.add(index)
+        return taken
+
+    def _choose(self, study: optuna.Study, trial: FrozenTrial, free: NDArray[np.int64]) -> int:
+        raise NotImplementedError
+
+
+class RandomPoolSampler(PoolBase):
+    """Uniform over what is left."""
+
+    def _choose(self, study: optuna.Study, trial: FrozenTrial, free: NDArray[np.int64]) -> int:
+        return int(self._rng.choice(free))
+
+
+class SweepSampler(PoolBase):
+    """Everything, cheapest estimate first."""
+
+    def __init__(self, pool: StagePool, predicted_us: Sequence[float] | Floats, seed: int = 0) -> None:
+        super().__init__(pool, seed)
+        self._predicted = np.asarray(predicted_us, dtype=np.float64)
+
+    def _choose(self, study: optuna.Study, trial: FrozenTrial, free: NDArray[np.int64]) -> int:
+        return int(free[np.argmin(self._predicted[free])])
+
+
+class TpePoolSampler(PoolBase):
+    """Optuna's own TPE, each proposal moved to the nearest member that is left."""
+
+    def __init__(self, pool: StagePool, seed: int = 0) -> None:
+        super().__init__(pool, seed)
+        self._tpe = TPESampler(seed=seed)
+
+    def reseed_rng(self) -> None:
+        super().reseed_rng()
+        self._tpe.reseed_rng()
+
+    def _choose(self, study: optuna.Study, trial: FrozenTrial, free: NDArray[np.int64]) -> int:
+        wanted = {
+            name: self._tpe.sample_independent(study, trial, name, distribution)
+            for name, distribution in self.pool.distributions.items()
+        }
+        far = np.array([self._distance(wanted, self.pool.params[index]) for index in free])
+        return int(free[np.argmin(far)])
+
+    def _distance(self, wanted: Mapping[str, Any], own: Mapping[str, Any]) -> float:
+        """Fields that differ, numbers by how many choices lie between."""
+        total = 0.0
+        for name, distribution in self.pool.distributions.items():
+            if wanted[name] == own[name]:
+                continue
+            gap = 1.0
+            if isinstance(own[name], int) and not isinstance(own[name], bool):
+                choices = distribution.choices
+                gap = abs(choices.index(wanted[name]) - choices.index(own[name])) / max(len(choices) - 1, 1)
+            total += gap
+        return total
+
+
+class PoolSampler(PoolBase):
+    """The searching sampler: a Gaussian process over the pool with the cost model, and near keys, as its prior.
+
+    `predicted_us` [len(pool)] orders the pool before anything was measured (all equal where it is None).
+    `neighbours` are measured spaces of other keys, `coordinates` this key's place among theirs. Up to `batch`
+    proposals are planned together, each as if the earlier ones had turned out as expected. Deterministic for a seed.
+    """
+
+    def __init__(
+        self,
+        pool: StagePool,
+        predicted_us: Sequence[float] | Floats | None = None,
+        *,
+        seed: int = 0,
+        batch: int = 1,
+        neighbours: Sequence[NeighbourTask] = (),
+        coordinates: Sequence[float] = (),
+    ) -> None:
+        super().__init__(pool, seed)
+        predicted = np.ones(len(pool)) if predicted_us is None else np.asarray(predicted_us, dtype=np.float64)
+        assert len(predicted) == len(pool), "one estimate per member of the pool"
+        self.batch = batch
+        self.proposer = Proposer(pool, predicted, seed=seed, neighbours=neighbours, coordinates=coordinates)
+        self._queue: list[int] = []
+        self._queue_at = -1
+
+    def set_other_side(self, others_us: Mapping[Head, float]) -> None:
+        """Known or expected µs of the other GEMM's best stage per head: from then on a stage is judged by the pair."""
+        self.proposer.others_us = dict(others_us)
+        self._queue.clear()
+
+    def likely(self) -> list[int]:
+        """Positions that are likely to come next, from the last round of planning."""
+        return list(self.proposer.likely)
+
+    def _choose(self, study: optuna.Study, trial: FrozenTrial, free: NDArray[np.int64]) -> int:
+        told = sum(other.state.is_finished() for other in study.get_trials(deepcopy=False))
+        allowed = set(free.tolist())
+        queue = [index for index in self._queue if index in allowed] if told == self._queue_at else []
+        if not queue:
+            observed, pending = self.observations(study, trial.number)
+            queue = self.proposer.propose(observed, pending, free, self.batch)
+            self._queue_at = told
+        self._queue = queue[1:]
+        return queue[0]
+
+    def observations(self, study: optuna.Study, besides: int | None = None) -> tuple[list[Observation], list[int]]:
+        """What the study knows: finished members, and positions still being measured."""
+        observed, pending = [], []
+        for trial in study.get_trials(deepcopy=False):
+            index = self.pool.index_of_params(trial.params)
+            if index is None and trial.number != besides:
+                index = self._asked.get(trial.number)
+            if index is None or trial.state is TrialState.WAITING:
+                continue
+            if not trial.state.is_finished():
+                pending.append(index)
+                continue
+            failed = trial.state is not TrialState.COMPLETE or trial.user_attrs.get("status", "ok") != "ok"
+            value = None if failed or trial.value is None or trial.value <= 0 else float(trial.value)
+            observed.append(Observation(index, value, float(trial.user_attrs.get("halfwidth", 0.005))))
+        return observed, pending

@@ -1,0 +1,127 @@
+"""Synthetic times with a known optimum for search tests: field effects, interactions, a stage's own luck, failures."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from fitune import space
+from fitune.measure.protocol import Outcome
+from fitune.problem import LayerShape, Problem
+from fitune.record import Measurement, Regime, Status
+from fitune.search.pool import stage_features
+from fitune.tactic import Stage, StageName, Tactic
+from fitune.target import KNOWN_TARGETS, Environment
+
+TARGET = KNOWN_TARGETS["sm_90"]
+SHAPE = LayerShape(7168, 2048, 256, 8)
+ENVIRONMENT = Environment(TARGET.device, TARGET.arch, TARGET.num_sms, "0.1.0", "kernelhash", triton="3.6.0")
+
+
+def problem(num_tokens: int = 512, local_experts: int = 16) -> Problem:
+    return Problem(SHAPE, local_experts, num_tokens)
+
+
+def luck(*parts: object) -> float:
+    """A number in [-1, 1] that depends on the parts alone."""
+    digest = hashlib.sha256("|".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") / 2**63 - 1.0
+
+
+@dataclass(frozen=True)
+class Landscape:
+    """Times that know nothing of the cost model: quadratic in each feature, with pairwise interactions."""
+
+    seed: int = 0
+    roughness: float = 0.04
+    failing: float = 0.05
+
+    def time_us(self, stage: Stage, key: Problem) -> float:
+        """µs; NaN where the stage fails."""
+        shift = math.log2(max(key.num_tokens, 1)) / 14.0
+        values = stage_features(stage)
+        total = math.log(30.0 + 200.0 * key.local_experts / 16 + key.num_tokens / 20)
+        for row, value in enumerate(values):
+            best = 1.5 * luck(self.seed, stage.stage, "best", row) + shift * luck(self.seed, "shift", row)
+            middle = (6.0, 7.0, 6.0, 4.0, 2.5, 0.5)[row] if row < 6 else 0.5
+            total += 0.06 * (1.0 + luck(self.seed, stage.stage, "weight", row)) * (value - middle - best) ** 2
+            for other in range(row):
+                pull = luck(self.seed, stage.stage, "pair", row, other)
+                if pull > 0.6:
+                    total += 0.05 * (pull - 0.6) * abs(value - values[other] - 2.0 * luck(self.seed, row, other))
+        if luck(self.seed, "fail", stage.gemm.num_warps, stage.gemm.block_n, stage.tile_size) > 1.0 - 2 * self.failing:
+            return math.nan
+        return math.exp(total + self.roughness * luck(self.seed, stage, "own"))
+
+
+@dataclass
+class SyntheticMeasurer:
+    """A measurer over a landscape, with seeded noise. Counts what it is asked; may be told to break off."""
+
+    landscape: Landscape = field(default_factory=Landscape)
+    noise_share: float = 0.003
+    stop_after: int | None = None
+    name: str = "synthetic"
+    target = TARGET
+    environment: Environment = ENVIRONMENT
+    asked: list[tuple[Problem, Stage]] = field(default_factory=list)
+    finals_asked: list[tuple[Problem, tuple[Tactic, ...]]] = field(default_factory=list)
+    hopeless_seen: list[float | None] = field(default_factory=list)
+
+    def stages(self, problem: Problem, candidates: Sequence[Stage], hopeless_us: float | None) -> Iterator[Outcome]:
+        self.hopeless_seen.append(hopeless_us)
+        for stage in candidates:
+            if self.stop_after is not None and len(self.asked) >= self.stop_after:
+                raise KeyboardInterrupt
+            self.asked.append((problem, stage))
+            yield self.outcome(stage, self.landscape.time_us(stage, problem), len(self.asked))
+
+    def outcome(self, tactic: Stage | Tactic, truth: float, draw: int) -> Outcome:
+        if math.isnan(truth):
+            return Outcome(tactic, Status.COMPILE_ERROR, error="the landscape has a hole here")
+        seen = truth * (1.0 + self.noise_share * luck("noise", draw, tactic))
+        low, high = seen * (1 - self.noise_share), seen * (1 + self.noise_share)
+        return Outcome(tactic, Status.OK, Measurement(seen, low, high, 5, Regime()))
+
+    def layer_us(self, problem: Problem, tactic: Tactic) -> float:
+        return sum(self.landscape.time_us(tactic.stage(name), problem) for name in ("gemm1", "gemm2")) + 3.0
+
+    def finals(self, problem: Problem, candidates: Sequence[Tactic], rounds: int) -> list[Outcome]:
+        self.finals_asked.append((problem, tuple(candidates)))
+        return [self.outcome(tactic, self.layer_us(problem, tactic), rounds) for tactic in candidates]
+
+    def noise(self, problem: Problem, tactic: Tactic) -> float:
+        return 2.0 * self.noise_share
+
+    def warm(self, candidates: Sequence[Stage]) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+def best_layer_us(measurer: SyntheticMeasurer, key: Problem) -> float:
+    """The true optimum over all legal pairs."""
+    sides: dict[StageName, dict[tuple[str, int], float]] = {}
+    names: tuple[StageName, ...] = ("gemm1", "gemm2")
+    for name in names:
+        best: dict[tuple[str, int], float] = {}
+        for stage in space.pool(key, TARGET, name):
+            time_us = measurer.landscape.time_us(stage, key)
+            head = (stage.family, stage.tile_size)
+            if not math.isnan(time_us):
+                best[head] = min(best.get(head, math.inf), time_us)
+        sides[name] = best
+    shared = sides["gemm1"].keys() & sides["gemm2"].keys()
+    return 3.0 + min(sides["gemm1"][head] + sides["gemm2"][head] for head in shared)
+
+
+def few_stages(key: Problem, name: StageName, count: int = 300, seed: int = 0) -> list[Stage]:
+    """A random part of the legal pool, so that tests are quick."""
+    pool = space.pool(key, TARGET, name)
+    rng = np.random.default_rng(seed)
+    rows = sorted(rng.choice(len(pool), min(count, len(pool)), replace=False).tolist())
+    return [pool[row] for row in rows]
