@@ -1,0 +1,101 @@
+"""Compiling what a stage or layer would launch, and telling binaries apart."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from fitune.kernels.layer import LayerArgs, Workspace, run_sort, run_stage
+from fitune.record import Status
+from fitune.tactic import Stage
+
+ERROR_CHARACTERS: Final = 300
+_DEBUG_SECTION: Final = re.compile(r"^\s*\.section\s+\.debug_.*?^\s*\}", re.MULTILINE | re.DOTALL)
+_DEBUG_LINE: Final = re.compile(r"^\s*(?:\.loc|\.file|//).*\n", re.MULTILINE)
+_DEBUG_LABEL: Final = re.compile(r"^\s*\$L__?(?:tmp|func_begin|func_end|debug)\w*:.*\n", re.MULTILINE)
+_COMMENT: Final = re.compile(r"//.*$", re.MULTILINE)
+
+
+class Collector:
+    """A launcher that compiles instead of launching and keeps what came out."""
+
+    def __init__(self) -> None:
+        self.functions: list[Any] = []
+        self.compiled: list[Any] = []
+
+    def __call__(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: Mapping[str, Any]) -> None:
+        compiled = kernel.warmup(*args, grid=grid, **meta)
+        self.functions.append(kernel)
+        if compiled is not None:
+            self.compiled.append(compiled)
+
+    def binary(self) -> str:
+        """Hash over all kernels compiled, in order; empty when nothing was (interpreter)."""
+        if not self.compiled:
+            return ""
+        return hashlib.sha256("".join(code_hash(kernel) for kernel in self.compiled).encode()).hexdigest()[:16]
+
+    def shared_bytes(self) -> int:
+        """The most shared memory a program of any of the kernels uses."""
+        return max((int(kernel.metadata.shared) for kernel in self.compiled), default=0)
+
+
+def compile_stage_launches(stage: Stage, args: LayerArgs, ws: Workspace, out: Any) -> Collector:
+    """Compile everything that `stage` launches on these tensors (which may be on the meta device), sort apart."""
+    collector = Collector()
+    run_stage(stage, args, ws, out, launch=collector)
+    return collector
+
+
+def compile_sort_launches(family: str, tile_size: int, args: LayerArgs, ws: Workspace) -> Collector:
+    """Compile what the sort in front of a stage launches."""
+    collector = Collector()
+    run_sort(family, tile_size, args, ws, launch=collector)
+    return collector
+
+
+def normalized_ptx(ptx: str) -> str:
+    """PTX without source lines, file names and comments: the same code gives the same text on every machine."""
+    for pattern in (_DEBUG_SECTION, _DEBUG_LINE, _DEBUG_LABEL, _COMMENT):
+        ptx = pattern.sub("", ptx)
+    return "\n".join(line.rstrip() for line in ptx.splitlines() if line.strip())
+
+
+def code_hash(kernel: Any) -> str:
+    """Hash of one compiled kernel: of its normalised PTX or AMD assembly, else of its binary. Kept on the kernel."""
+    known: str | None = getattr(kernel, "fitune_hash", None)
+    if known is not None:
+        return known
+    for name in ("ptx", "amdgcn"):
+        if name in kernel.asm:
+            content = normalized_ptx(kernel.asm[name]).encode()
+            break
+    else:
+        content = bytes(kernel.kernel)
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    kernel.fitune_hash = digest
+    return digest
+
+
+def slim(collector: Collector) -> None:
+    """Drop intermediate texts of the kernels (a megabyte each) once they are hashed; the binary stays."""
+    for kernel in collector.compiled:
+        kernel.asm.clear()
+
+
+def classify(error: BaseException, compiling: bool) -> Status:
+    """The status of a candidate that raised `error` while compiling or while running."""
+    if type(error).__name__ in ("OutOfResources", "OutOfMemoryError"):
+        return Status.OUT_OF_RESOURCES
+    return Status.COMPILE_ERROR if compiling else Status.LAUNCH_ERROR
+
+
+def error_text(error: BaseException) -> str:
+    """One line for a record: the kind of error and the most telling line of its text."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^~")]
+    telling = [line for line in lines if re.search(r"error|fail|assert|illegal|invalid|out of", line, re.IGNORECASE)]
+    line = (telling or lines or [""])[-1] if not telling else telling[0]
+    text = f"{type(error).__name__}: {line}" if line else type(error).__name__
+    return text[:ERROR_CHARACTERS]
