@@ -1,0 +1,230 @@
+"""What one side's tactic costs on the other side's problem, from the best evidence there is.
+
+Best is an interleaved final with both tactics in it, then whole-layer records, then the sum of sort, gemm1 and gemm2
+from stage records, and last the cost model, which is shown but never decides anything.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from fitune.cost import predict_us
+from fitune.diff.sides import Cell
+from fitune.record import Measurement, Record, Regime
+from fitune.tactic import STAGES, Stage, Tactic
+from fitune.target import Environment
+
+Source = Literal["identical", "measured", "composed", "predicted", "none"]
+Judgement = Literal["tie", "slower", "faster", "unclear", "unknown"]
+
+APART_BAND: Final = 0.03
+"""Least band for times that were not taken in turns: clocks drift by some percent between runs."""
+WIDE: Final = 0.10
+"""Overlapping intervals that leave room for more than this are no evidence of a tie."""
+COMPOSED_SIGMAS: Final = 2.0
+MIN_CHECKED_SUMS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Regret:
+    """time(tactic) / time(the host's own choice) - 1 on the host's problem; negative where the tactic is faster.
+
+    `low` and `high` bound it from both confidence intervals; `band` is what counts as noise. `source` is `measured`
+    for whole layers, `composed` for sums of stage times, `predicted` from the cost model, `identical` where both
+    tactics are one, `none` where nothing is known (then every number is None). `interleaved` says that both times
+    were taken in turns in one run. `judgement` is `unknown` unless the times were measured.
+    """
+
+    source: Source
+    judgement: Judgement
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    band: float = 0.0
+    time_us: float | None = None
+    reference_us: float | None = None
+    interleaved: bool = False
+
+
+IDENTICAL: Final = Regret("identical", "tie", 0.0, 0.0, 0.0)
+NO_REGRET: Final = Regret("none", "unknown")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A time with its 95 % confidence interval, all in µs."""
+
+    median_us: float
+    low_us: float
+    high_us: float
+
+    @classmethod
+    def of(cls, measurement: Measurement) -> Span:
+        return cls(measurement.median_us, measurement.ci_low_us, measurement.ci_high_us)
+
+    def plus(self, other: Span) -> Span:
+        """Sum of two independent times: the halves of the intervals add in squares."""
+        below = math.hypot(self.median_us - self.low_us, other.median_us - other.low_us)
+        above = math.hypot(self.high_us - self.median_us, other.high_us - other.median_us)
+        median = self.median_us + other.median_us
+        return Span(median, median - below, median + above)
+
+
+def regret(tactic: Tactic, host: Cell) -> Regret:
+    """The cost of using `tactic` on the host's problem instead of the host's own choice."""
+    if tactic == host.tactic:
+        return IDENTICAL
+    return _measured(tactic, host) or _composed(tactic, host) or _predicted(tactic, host) or NO_REGRET
+
+
+def same_regime(a: Regime, b: Regime) -> bool:
+    """Times of these two regimes may be compared (taking turns aside)."""
+    return replace(a, interleaved=False) == replace(b, interleaved=False)
+
+
+def same_code(a: Environment | None, b: Environment | None) -> bool:
+    """Nothing known says that the two environments compile the same tactic differently."""
+    if a is None or b is None:
+        return True
+    return all(x == y or not x or not y for x, y in ((a.kernels, b.kernels), (a.triton, b.triton)))
+
+
+def judge(time: Span, reference: Span, band: float, source: Source, interleaved: bool) -> Regret:
+    """Compare two times: a tie where intervals overlap or the gap is within the band."""
+    ratio = time.median_us / reference.median_us - 1.0
+    low = time.low_us / reference.high_us - 1.0
+    high = time.high_us / reference.low_us - 1.0
+    judgement: Judgement
+    if abs(ratio) <= band:
+        judgement = "tie"
+    elif low <= 0.0 <= high:
+        judgement = "tie" if max(-low, high) <= WIDE else "unclear"
+    else:
+        judgement = "slower" if ratio > 0.0 else "faster"
+    return Regret(source, judgement, ratio, low, high, band, time.median_us, reference.median_us, interleaved)
+
+
+def _measured(tactic: Tactic, host: Cell) -> Regret | None:
+    decision = host.decision
+    mine, chosen = decision.member(tactic), decision.member(host.tactic)
+    if mine is not None and chosen is not None and same_regime(mine.measurement.regime, chosen.measurement.regime):
+        spans = Span.of(mine.measurement), Span.of(chosen.measurement)
+        found = judge(*spans, decision.noise, "measured", True)
+        return replace(found, judgement="tie") if mine.tied and chosen.tied else found
+    for reference in _layer_times(host, host.tactic):
+        for time in _layer_times(host, tactic):
+            if same_regime(time.regime, reference.regime):
+                band = max(decision.noise, APART_BAND)
+                return judge(Span.of(time), Span.of(reference), band, "measured", False)
+    return None
+
+
+def _layer_times(host: Cell, tactic: Tactic) -> Iterator[Measurement]:
+    """Whole-layer times of a tactic on the host's key, best evidence first."""
+    member = host.decision.member(tactic)
+    if member is not None:
+        yield member.measurement
+    for record in sorted(_usable(host, tactic), key=lambda record: (record.phase != "final", -record.time_s)):
+        assert record.measurement is not None
+        yield record.measurement
+
+
+def _usable(host: Cell, tactic: Tactic | Stage) -> Sequence[Record]:
+    """Successful records on the host's key that were taken with the code its decision was taken with."""
+    index, home = host.index, host.environment
+    return [
+        record
+        for record in host.tried.of(tactic)
+        if record.measurement is not None and same_code(index.environment(record.environment_id), home)
+    ]
+
+
+def _composed(tactic: Tactic, host: Cell) -> Regret | None:
+    for regime in _stage_regimes(host):
+        time, reference = _sum_of_stages(tactic, host, regime), _sum_of_stages(host.tactic, host, regime)
+        if time is None or reference is None:
+            continue
+        sorts = _sort_times(host)
+        sort_time, sort_reference = _sort_us(tactic, sorts), _sort_us(host.tactic, sorts)
+        if sort_time is None or sort_reference is None:
+            if (tactic.family, tactic.tile_size) != (host.tactic.family, host.tactic.tile_size):
+                continue
+            sort_time = sort_reference = 0.0
+        time = time.plus(Span(sort_time, sort_time, sort_time))
+        reference = reference.plus(Span(sort_reference, sort_reference, sort_reference))
+        band = max(host.decision.noise, APART_BAND, _composition_spread(host, regime, sorts))
+        return judge(time, reference, band, "composed", False)
+    return None
+
+
+def _stage_regimes(host: Cell) -> list[Regime]:
+    """Regimes the host's own gemm1 was timed under, latest first."""
+    records = _usable(host, host.tactic.stage("gemm1"))
+    regimes = [record.measurement.regime for record in reversed(records) if record.measurement]
+    return list(dict.fromkeys(replace(regime, interleaved=False) for regime in regimes))
+
+
+def _sum_of_stages(tactic: Tactic, host: Cell, regime: Regime) -> Span | None:
+    total: Span | None = None
+    for name in STAGES:
+        span = _stage_span(tactic.stage(name), host, regime)
+        if span is None:
+            return None
+        total = span if total is None else total.plus(span)
+    return total
+
+
+def _stage_span(stage: Stage, host: Cell, regime: Regime) -> Span | None:
+    for record in reversed(_usable(host, stage)):
+        if record.measurement is not None and same_regime(record.measurement.regime, regime):
+            return Span.of(record.measurement)
+    return None
+
+
+def _sort_times(host: Cell) -> dict[tuple[str, int], float]:
+    """Time of the slot sort by family and tile size, in µs, wherever a layer on this key was split by kernel."""
+    times: dict[tuple[str, int], float] = {}
+    measured = [(record.tactic, record.measurement) for record in host.tried.layers()]
+    measured += [(member.tactic, member.measurement) for member in host.decision.members]
+    for tactic, measurement in measured:
+        if measurement is not None:
+            for name, time_us in measurement.parts_us:
+                if name == "sort":
+                    times[tactic.family, tactic.tile_size] = time_us
+    return times
+
+
+def _sort_us(tactic: Tactic, sorts: dict[tuple[str, int], float]) -> float | None:
+    """The sort of this tactic, or of the nearest tile size of its family; nothing is sorted for single rows."""
+    if tactic.tile_size == 1:
+        return 0.0
+    near = [tile for family, tile in sorts if family == tactic.family]
+    if not near:
+        return None
+    return sorts[tactic.family, min(near, key=lambda tile: (abs(tile - tactic.tile_size), tile))]
+
+
+def _composition_spread(host: Cell, regime: Regime, sorts: dict[tuple[str, int], float]) -> float:
+    """How far sums of stage times scatter around whole-layer times, seen on the finalists that have both."""
+    logs = []
+    for member in host.decision.members:
+        total, sort_us = _sum_of_stages(member.tactic, host, regime), _sort_us(member.tactic, sorts)
+        if total is not None:
+            logs.append(math.log(member.measurement.median_us / (total.median_us + (sort_us or 0.0))))
+    return COMPOSED_SIGMAS * statistics.stdev(logs) if len(logs) >= MIN_CHECKED_SUMS else 0.0
+
+
+def _predicted(tactic: Tactic, host: Cell) -> Regret | None:
+    target = host.target
+    if target is None:
+        return None
+    time, reference = (
+        sum(predict_us(choice.stage(name), host.problem, target) for name in STAGES) for choice in (tactic, host.tactic)
+    )
+    if not (0.0 < reference < math.inf and 0.0 < time < math.inf):
+        return None
+    return Regret("predicted", "unknown", time / reference - 1.0, time_us=time, reference_us=reference)
