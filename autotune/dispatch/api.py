@@ -1,0 +1,101 @@
+"""`fitune.fused_moe`: a dispatcher for every layer that comes along, made at its first call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fitune.dispatch.binding import dtype_name
+from fitune.dispatch.dispatcher import Dispatcher, Policy
+from fitune.dispatch.ops import fused_moe_op
+from fitune.dispatch.runtime import DEFAULT
+from fitune.errors import DispatchError
+from fitune.misses import MISS_LOG_NAME
+from fitune.problem import DTYPES, Dispatch, LayerShape
+from fitune.settings import data_directory
+
+
+def fused_moe(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    num_experts: int,
+    local_expert_offset: int = 0,
+    store: Path | str | None = None,
+    dispatch: Dispatch = "all_gather",
+    routing: str | None = None,
+    policy: Policy = "explain",
+    miss_log: Path | str | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One rank's part of an MoE layer, [N, H], with the tactics tuned for it.
+
+    x [N, H]; w13 [L, 2I, H], gate rows first; w2 [L, H, I]; topk_weights [N, K] float32; topk_ids [N, K] int32 or
+    int64 over all `num_experts` experts. The rank holds experts [local_expert_offset, local_expert_offset + L); slots
+    of other experts, and -1, contribute nothing.
+
+    store: a store or table file; None is the default store (see fitune.settings) where there is one. It is read at
+    the first call that needs it and kept; `forget()` drops what is kept. miss_log: where misses are written; None is
+    `misses.jsonl` in the store's folder, where `fitune search --misses` finds it. Other arguments are those of
+    Dispatcher, which does the same with less work per call. Raises DispatchError and StoreError.
+    """
+    if torch.compiler.is_compiling():
+        texts = (str(store or ""), str(dispatch), routing or "", str(policy), str(miss_log or ""))
+        result: Tensor = fused_moe_op(x, w13, w2, topk_weights, topk_ids, num_experts, local_expert_offset, *texts)
+        return result if out is None else out.copy_(result)
+    options = (num_experts, local_expert_offset, store, dispatch, routing, policy, miss_log)
+    try:
+        key = (x.shape[1:], x.dtype, x.device, w13.shape, topk_ids.shape[1:], options)
+    except AttributeError as error:
+        raise DispatchError("x, w13 and topk_ids must be torch tensors; give tensors") from error
+    dispatcher = DEFAULT.dispatchers.get(key)
+    if dispatcher is None:
+        dispatcher = DEFAULT.dispatchers[key] = _make_dispatcher(x, w13, topk_ids, *options)
+    return dispatcher(x, w13, w2, topk_weights, topk_ids, out)
+
+
+def forget() -> None:
+    """Drop the dispatchers and tables kept by `fused_moe`, so that a store tuned meanwhile is read anew."""
+    DEFAULT.forget()
+
+
+def _make_dispatcher(
+    x: Tensor,
+    w13: Tensor,
+    topk_ids: Tensor,
+    num_experts: int,
+    local_expert_offset: int,
+    store: Path | str | None,
+    dispatch: Dispatch,
+    routing: str | None,
+    policy: Policy,
+    miss_log: Path | str | None,
+) -> Dispatcher:
+    for name, tensor, axes in (("x", x, 2), ("w13", w13, 3), ("topk_ids", topk_ids, 2)):
+        if tensor.dim() != axes:
+            raise DispatchError(f"{name}: shape is {list(tensor.shape)}; it must have {axes} dimensions")
+    if w13.shape[1] % 2:
+        raise DispatchError(f"w13: {w13.shape[1]} rows; it must be 2 * intermediate_size, gate rows then up rows")
+    dtype = next((name for name in DTYPES if name == dtype_name(x.dtype)), None)
+    if dtype is None:
+        raise DispatchError(f"x: dtype is {dtype_name(x.dtype)}; it must be one of {', '.join(DTYPES)}: convert it")
+    shape = LayerShape(x.shape[1], w13.shape[1] // 2, num_experts, topk_ids.shape[1], dtype)
+    path = data_directory() if store is None else Path(store)
+    absent = "" if store is not None or path.exists() else f"table: {path} does not exist; make it with fitune search"
+    return Dispatcher(
+        None if absent else path,
+        shape,
+        w13.shape[0],
+        local_expert_offset=local_expert_offset,
+        dispatch=dispatch,
+        routing=routing,
+        device=x.device,
+        policy=policy,
+        miss_log=path / MISS_LOG_NAME if miss_log is None and path.is_dir() else miss_log,
+        absent=absent,
+    )
