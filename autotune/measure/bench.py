@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from fitune.kernels.layer import LayerArgs, run_layer, run_sort, run_stage
@@ -69,8 +70,10 @@ class Bench:
         racers: dict[int, dict[str, Region]] = {}
         for index, tactic in enumerate(tactics):
             self._notify({"kind": "candidate", "index": index})
-            outcome = self._guard(tactic, lambda tactic=tactic: self._record(tactic, racers, index))  # type: ignore[misc]
-            outcomes.append(outcome)
+            regions = racers.setdefault(index, {})
+            outcomes.append(self._guard(tactic, partial(self._record, tactic, regions)))
+            if outcomes[-1].status is not Status.OK:
+                del racers[index]
             if self.broken:
                 return outcomes
         self._notify({"kind": "candidate", "index": -1})
@@ -109,7 +112,7 @@ class Bench:
             return attempt()
         except BadResult as bad:
             return Outcome(tactic, Status.WRONG_RESULT, accuracy=bad.accuracy, error=str(bad))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the measuring border
             status = build.classify(error, self._compiling)
             self._hidden = self._sorted = ""
             self._see_whether_broken()
@@ -121,7 +124,7 @@ class Bench:
             self.timer.wait()
             self.inputs.poison("gemm2")
             self.timer.wait()
-        except Exception:
+        except Exception:  # noqa: BLE001 - the measuring border
             self.broken = True
 
     def _measure_stage(self, stage: Stage, hopeless_us: float | None) -> Outcome:
@@ -194,9 +197,9 @@ class Bench:
         run_layer(tactic, args, inputs.ws, inputs.out)
         return self._judge(*inputs.out_accuracy()), binary
 
-    def _record(self, tactic: Tactic, racers: dict[int, dict[str, Region]], index: int) -> Outcome:
+    def _record(self, tactic: Tactic, regions: dict[str, Region]) -> Outcome:
         accuracy, binary = self._check_layer(tactic)
-        racers[index] = self._record_layer(tactic) | self._record_parts(tactic)
+        regions.update(self._record_layer(tactic) | self._record_parts(tactic))
         return Outcome(tactic, Status.OK, accuracy=accuracy, binary=binary)
 
     def _record_layer(self, tactic: Tactic) -> dict[str, Region]:
@@ -209,9 +212,7 @@ class Bench:
         inputs, regions = self.inputs, dict[str, Region]()
         for name in BOTH:
             stage = tactic.stage(name)
-            regions[name] = self._record_calls(
-                (name,), lambda each, stage=stage: run_stage(stage, each, inputs.ws, inputs.out)
-            )
+            regions[name] = self._record_calls((name,), partial(run_stage, stage, ws=inputs.ws, out=inputs.out))
         if tactic.family != "gemv":
             regions["sort"] = self._record_calls(
                 (), lambda each: run_sort(tactic.family, tactic.tile_size, each, inputs.ws)
@@ -306,4 +307,4 @@ class _Series:
 
 
 def _bind(call: Callable[[LayerArgs], None], args: LayerArgs) -> Callable[[], None]:
-    return lambda: call(args)
+    return partial(call, args)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from fitune.errors import MeasureError
 from fitune.measure.wire import HEADER, pack, unpack
@@ -83,15 +83,22 @@ class ChildProcess:
 
     def receive(self, limit_s: float) -> dict[str, Any]:
         """The next message. Raises ChildDied, or ChildTimeout after killing the child."""
-        deadline = time.monotonic() + limit_s
+        message = self.poll_message(limit_s)
+        if message is None:
+            self.kill()
+            raise ChildTimeout(f"no answer within {limit_s:g} s")
+        return message
+
+    def poll_message(self, wait_s: float) -> dict[str, Any] | None:
+        """The next message, or None when none came within `wait_s`. Raises ChildDied."""
+        deadline = time.monotonic() + wait_s
         while True:
             message = self._next_frame()
             if message is not None:
                 return message
             left_s = deadline - time.monotonic()
             if left_s <= 0.0:
-                self.kill()
-                raise ChildTimeout(f"no answer within {limit_s:g} s")
+                return None
             for key, _ in self._selector.select(left_s):
                 if key.fileobj is self._stderr:
                     self._drain_stderr()
@@ -142,7 +149,7 @@ class ChildProcess:
 
     def _read_stdout(self) -> bool:
         """Take what is there; False at the end of the pipe."""
-        chunk = self._stdout.read(_READ_BYTES)
+        chunk = _read_available(self._stdout)
         if chunk is None:
             return True
         self._buffer += chunk
@@ -150,9 +157,9 @@ class ChildProcess:
 
     def _drain_stderr(self) -> None:
         while not self._stderr.closed:
-            chunk = self._stderr.read(_READ_BYTES)
+            chunk = _read_available(self._stderr)
             if not chunk:
-                if chunk == b"" and self._stderr_watched:
+                if chunk is not None and self._stderr_watched:
                     self._selector.unregister(self._stderr)
                     self._stderr_watched = False
                 return
@@ -171,3 +178,11 @@ class ChildProcess:
         how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         last = tail.splitlines()[-1].strip() if tail else ""
         return f"{how}: {last}" if last else how
+
+
+def _read_available(stream: IO[bytes]) -> bytes | None:
+    """What a non-blocking pipe holds: None when nothing is there yet, empty at its end."""
+    try:
+        return os.read(stream.fileno(), _READ_BYTES)
+    except BlockingIOError:
+        return None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Protocol
 
@@ -36,7 +35,7 @@ class Limits:
 class Precompiler(Protocol):
     """What the measurer asks of a compile pool."""
 
-    def submit(self, problem: Problem, stages: Sequence[Stage]) -> None: ...
+    def submit(self, problem: Problem, stages: Sequence[Stage], *, urgent: bool = True) -> None: ...
     def failure(self, problem: Problem, stage: Stage) -> Outcome | None: ...
     def next_ready(self, problem: Problem, stages: Sequence[Stage]) -> int: ...
     def close(self) -> None: ...
@@ -60,7 +59,6 @@ class GpuMeasurer:
         histograms: Mapping[str, Sequence[float]] | None = None,
         device: str = "cuda:0",
         limits: Limits | None = None,
-        precompiler: Precompiler | None = None,
     ) -> None:
         self._seed = seed
         self._histograms = {name: [float(v) for v in values] for name, values in (histograms or {}).items()}
@@ -69,7 +67,7 @@ class GpuMeasurer:
         self._experts: dict[LayerShape, int] = {}
         for problem in problems:
             self._experts[problem.shape] = max(self._experts.get(problem.shape, 0), problem.local_experts)
-        self._precompiler = precompiler
+        self._precompiler: Precompiler | None = None
         self._child: ChildProcess | None = None
         self._problem: Problem | None = problems[0] if problems else None
         self._open: Problem | None = None
@@ -131,7 +129,11 @@ class GpuMeasurer:
     def warm(self, candidates: Sequence[Stage]) -> None:
         """See protocol.Measurer: compile ahead for the problem measured last."""
         if self._precompiler is not None and self._problem is not None:
-            self._precompiler.submit(self._problem, candidates)
+            self._precompiler.submit(self._problem, candidates, urgent=False)
+
+    def use_precompiler(self, precompiler: Precompiler) -> None:
+        """From now on let `precompiler` compile ahead; it is closed with this measurer."""
+        self._precompiler = precompiler
 
     def close(self) -> None:
         """See protocol.Measurer."""
@@ -277,7 +279,7 @@ class GpuMeasurer:
         if answer["kind"] == "error":
             child.kill()
             raise NoGpuError(
-                f"no usable GPU: {answer['text']}; use a machine with one, or --measurer recording to play the shipped one"
+                f"no usable GPU: {answer['text']}; use a machine with one, or --measurer recording for the shipped one"
             )
         self._child, self._open = child, None
         self.target = target_from_wire(answer["target"])

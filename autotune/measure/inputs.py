@@ -6,6 +6,7 @@ finds none of its weights in L2. All tactics of a problem see the same tensors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -21,8 +22,8 @@ from fitune.kernels.layer import TORCH_DTYPES, LayerArgs, Workspace, row_of_slot
 from fitune.problem import LayerShape, Problem
 from fitune.record import Accuracy
 from fitune.routing import draw_topk_ids, draw_topk_weights, local_rows
-from fitune.target import Target
 from fitune.tactic import StageName
+from fitune.target import Target
 
 COLD_L2_MULTIPLE: Final = 4
 MAX_ROTATIONS: Final = 32
@@ -259,7 +260,8 @@ def _local_slots(ids: NDArray[np.int32], problem: Problem) -> NDArray[np.int64]:
 
 
 def _rms(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor)) / max(1, tensor.numel()) ** 0.5
+    norm: float = torch.linalg.vector_norm(tensor).item()
+    return norm / math.sqrt(max(1, tensor.numel()))
 
 
 def _accuracy(actual: Tensor, reference: Tensor, scale: float) -> tuple[Accuracy, float]:
@@ -270,4 +272,4 @@ def _accuracy(actual: Tensor, reference: Tensor, scale: float) -> tuple[Accuracy
         [torch.linalg.vector_norm(difference), torch.linalg.vector_norm(difference, float("inf"))]
     ).tolist()
     unit = scale or 1.0
-    return Accuracy(largest, norm / reference.numel() ** 0.5 / unit), largest / unit
+    return Accuracy(largest, norm / math.sqrt(reference.numel()) / unit), largest / unit

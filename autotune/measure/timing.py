@@ -68,7 +68,7 @@ class GraphTimer:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         torch.cuda.set_stream(self.stream)
         self._pool = torch.cuda.graph_pool_handle()
         self._events: list[torch.cuda.Event] = []
@@ -91,7 +91,7 @@ class GraphTimer:
         body()
         end.record(self.stream)
         self.wait()
-        return start.elapsed_time(end) * 1000.0
+        return float(start.elapsed_time(end)) * 1000.0
 
     def samples(self, regions: Sequence[Region]) -> list[float]:
         events = self._take_events(len(regions) + 1)
@@ -111,7 +111,7 @@ class GraphTimer:
 
     def _take_events(self, count: int) -> list[torch.cuda.Event]:
         while len(self._events) < count:
-            self._events.append(torch.cuda.Event(enable_timing=True))
+            self._events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
         return self._events[:count]
 
 

@@ -51,7 +51,7 @@ class Worker:
                 return
             try:
                 answer = {"kind": "done", **self._answer(request)}
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - the measuring border
                 known = isinstance(error, FituneError)
                 text = str(error) if known else error_text(error)
                 answer = {"kind": "error", "text": text, "user": known, "broken": not known}
