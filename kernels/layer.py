@@ -9,10 +9,8 @@ runs a stage, or only compiles it (`compile_only`) for tensors on the `meta` dev
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
@@ -21,23 +19,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fitune.kernels import rows, sort
 from fitune.kernels.gemm import grouped_gemm_kernel
 from fitune.kernels.gemv import gemv_kernel
+from fitune.kernels.launch import Launcher, compile_only, run
 from fitune.problem import LayerShape
 from fitune.tactic import TILE_SIZES, GemmTactic, Stage, Tactic, max_tiles
 
-Launcher = Callable[[Any, tuple[int, ...], tuple[Any, ...], Mapping[str, Any]], None]
-
 TORCH_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-
-
-def run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: Mapping[str, Any]) -> None:
-    """Launch a kernel."""
-    kernel[grid](*args, **meta)
-
-
-def compile_only(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: Mapping[str, Any]) -> None:
-    """Compile the kernel that `run` would launch, without a launch."""
-    kernel.warmup(*args, grid=grid, **meta)
 
 
 @dataclass(slots=True)
