@@ -30,8 +30,10 @@ def buckets(points: Sequence[int]) -> tuple[Bucket, ...]:
     """The buckets of a set of token points (any order, positive)."""
     ordered = sorted(set(points))
     assert all(point > 0 for point in ordered)
+    if not ordered:
+        return ()
     result = []
-    low = ordered[0] if ordered else 0
+    low = ordered[0]
     for point, following in zip(ordered, [*ordered[1:], None], strict=True):
         high = point if following is None else min(isqrt(point * following), MAX_RATIO * point)
         result.append(Bucket(point, max(low, -(-point // MAX_RATIO)), high))

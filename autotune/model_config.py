@@ -165,14 +165,16 @@ class _Config:
 
     def _scalar(self, name: str) -> int | None:
         """A size; a list of equal sizes, one a layer, counts as that size."""
-        value = self.fields.get(name)
+        value: Any = self.fields.get(name)
         if isinstance(value, list) and value:
             if any(item != value[0] for item in value):
                 raise InputError(f"{self.file}: {name} differs by layer ({_short(value)}); choose one with --shape")
             value = value[0]
-        if value is not None and not self.is_size(value):
+        if value is None:
+            return None
+        if not self.is_size(value):
             raise InputError(f"{self.file}: {name} is {_short(value)}; it must be a whole number from 1 to {MAX_SIZE}")
-        return value
+        return int(value)
 
 
 def _short(value: object) -> str:
@@ -181,7 +183,7 @@ def _short(value: object) -> str:
 
 
 def _expert_width(config: _Config, experts_field: str) -> int:
-    names = _EXPERT_WIDTH
+    names: tuple[str, ...] = _EXPERT_WIDTH
     own = any(config.fields.get(name) is not None for name in names)
     if not own and (experts_field == "num_local_experts" or config.model_type in _WIDTH_IS_EXPERTS):
         names = ("intermediate_size",)

@@ -158,4 +158,5 @@ def parse_shape(text: str, dtype: DType = "bf16") -> LayerShape:
     missing = [letter for letter, field in _SHAPE_LETTERS.items() if field not in sizes]
     if missing:
         raise InputError(f"shape {text!r}: {', '.join(missing)} is missing; {usage}")
-    return LayerShape(**sizes, dtype=dtype)
+    hidden, intermediate, num_experts, top_k = (sizes[field] for field in _SHAPE_LETTERS.values())
+    return LayerShape(hidden, intermediate, num_experts, top_k, dtype)

@@ -4,14 +4,18 @@ Profiles, as texts: `balanced` (every expert gets the same number of slots), `ra
 of popularity rank r drawn with probability proportional to 1/r^S) and `file:NAME:SHA8` (a recorded histogram; the
 digits of its content keep two histograms from sharing a key).
 
-The drawn profiles are one race: expert e arrives after an exponential time of rate `rates[e]`, and a token takes the
-first `top_k` arrivals (Gumbel top-k). Under all-to-all dispatch the rank only sees tokens that chose one of its
+`random` and `zipf` are a race: expert e arrives after an exponential time of rate `rates[e]`, and a token takes the
+first `top_k` arrivals (Gumbel top-k). A histogram is a wheel: experts lie on a circle in an order shuffled for each
+token, each as wide as its chance of being chosen, and `top_k` pointers at equal distances choose, so that every expert
+is met exactly as often as it was recorded. Under all-to-all dispatch the rank only sees tokens that chose one of its
 experts; that condition is drawn exactly, not by waiting for it to happen.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -28,7 +32,6 @@ Floats = NDArray[np.float64]
 
 MAX_ZIPF: Final = 8.0
 _BLOCK: Final = 1 << 20  # (token, expert) pairs drawn at once: bounds memory to some tens of MB
-_CERTAIN: Final = 1.0 - 1e-9  # an expert that a histogram puts into every token is drawn as if with this probability
 _FILE: Final = re.compile(r"file:[A-Za-z0-9._-]{1,64}:[0-9a-f]{8}")
 _USAGE: Final = "use balanced, random, zipf:S (like zipf:1.2) or file:PATH"
 
@@ -70,13 +73,20 @@ def draw_topk_ids(problem: Problem, seed: int, histogram: Floats | None = None) 
     conditioned = problem.dispatch == "all_to_all" and problem.local_experts < shape.num_experts
     if routing == "balanced":
         return _deal_conditioned(problem, rng) if conditioned else _deal(problem, rng)
-    rates = _rates(problem, routing, seed, histogram)
+    draw: Callable[[int], Ids]
+    if routing.startswith("file:"):
+        chances = _chances(problem, routing, histogram)
+        wheel = _wheel_conditioned if conditioned else _wheel
+        draw = partial(wheel, rng, chances, problem)
+    else:
+        rates = _rates(shape.num_experts, routing, seed)
+        race = _race_conditioned if conditioned else _race
+        draw = partial(race, rng, rates, problem)
     block = max(1, _BLOCK // shape.num_experts)
     ids = np.empty((problem.num_tokens, shape.top_k), dtype=np.int32)
     filled = 0
     while filled < problem.num_tokens:
-        count = min(block, problem.num_tokens - filled)
-        drawn = _race_conditioned(rng, rates, problem, count) if conditioned else _race(rng, rates, count, shape.top_k)
+        drawn = draw(min(block, problem.num_tokens - filled))
         ids[filled : filled + len(drawn)] = drawn
         filled += len(drawn)
     return ids
@@ -118,7 +128,8 @@ def _spread(rng: np.random.Generator, count: int) -> Ids:
 def _deal(problem: Problem, rng: np.random.Generator) -> Ids:
     """Deal experts to slots in turn: counts differ by one at most, at every number of tokens."""
     order = _spread(rng, problem.shape.num_experts)
-    return order[np.arange(problem.num_slots) % len(order)].reshape(problem.num_tokens, problem.shape.top_k)
+    slots = np.arange(problem.num_slots).reshape(problem.num_tokens, problem.shape.top_k)
+    return np.asarray(order[slots % len(order)], dtype=np.int32)
 
 
 def _deal_conditioned(problem: Problem, rng: np.random.Generator) -> Ids:
@@ -141,62 +152,29 @@ def _foreign_ids(problem: Problem) -> Ids:
     return np.r_[0:first, last : problem.shape.num_experts].astype(np.int32)
 
 
-# ---- drawn -------------------------------------------------------------------------------------------------------
+# ---- random and zipf ---------------------------------------------------------------------------------------------
 
 
-def _rates(problem: Problem, routing: str, seed: int, histogram: Floats | None) -> Floats:
-    """Arrival rates float64 [num_experts] of the race; 0 for an expert that is never chosen."""
-    num_experts = problem.shape.num_experts
+def _rates(num_experts: int, routing: str, seed: int) -> Floats:
+    """Arrival rates float64 [num_experts] of the race, all above 0."""
     if routing == "random":
         return np.ones(num_experts)
-    if routing.startswith("zipf:"):
-        ranks = _generator(seed, 3).permutation(num_experts) + 1
-        return np.asarray(ranks ** -float(routing.removeprefix("zipf:")), dtype=np.float64)
-    return _histogram_rates(problem, routing, histogram)
+    ranks = _generator(seed, 3).permutation(num_experts) + 1
+    return np.asarray(ranks ** -float(routing.removeprefix("zipf:")), dtype=np.float64)
 
 
-def _histogram_rates(problem: Problem, routing: str, histogram: Floats | None) -> Floats:
-    """Rates under which an expert is among a token's first arrivals as often as the histogram says.
-
-    An expert that arrives with rate q within a unit of time does so with probability 1 - exp(-q). Setting that to the
-    wanted probability (share of slots times top_k) makes `top_k` arrivals a unit; the race, which stops at exactly
-    `top_k`, then meets the histogram closely.
-    """
-    num_experts, top_k = problem.shape.num_experts, problem.shape.top_k
-    if histogram is None:
-        raise InputError(f"routing {routing!r}: the histogram itself is needed; give it as --routing file:PATH")
-    if histogram.shape != (num_experts,):
-        raise InputError(f"routing {routing!r}: {histogram.size} numbers for {num_experts} experts; give one each")
-    digest = weights_digest(histogram)
-    if not routing.endswith(digest):
-        raise InputError(f"routing {routing!r}: the histogram given is another one ({digest}); give the one recorded")
-    wanted = histogram * (top_k / histogram.sum())
-    hottest = int(wanted.argmax())
-    if wanted[hottest] > 1.0 + 1e-6:
-        raise InputError(
-            f"routing {routing!r}: expert {hottest} has {wanted[hottest] / top_k:.1%} of the slots, but with top_k "
-            f"{top_k} none can have more than {1 / top_k:.1%}; was it recorded with another top_k?"
-        )
-    local = slice(problem.local_expert_offset, problem.local_expert_offset + problem.local_experts)
-    if problem.dispatch == "all_to_all" and not histogram[local].any():
-        raise InputError(
-            f"routing {routing!r}: no token chose experts {local.start} to {local.stop - 1}, so none reaches this rank"
-        )
-    return np.asarray(-np.log1p(-np.minimum(wanted, _CERTAIN)), dtype=np.float64)
+def _race(rng: np.random.Generator, rates: Floats, problem: Problem, num_tokens: int) -> Ids:
+    return _winners(rng, rates, num_tokens, problem.shape.top_k)
 
 
-def _race(rng: np.random.Generator, rates: Floats, num_tokens: int, places: int) -> Ids:
-    """Winners int32 [num_tokens, places] in the order in which they arrive; `places` must not exceed the runners."""
-    runners = np.flatnonzero(rates > 0.0)
-    assert places <= len(runners)
-    arrivals = rng.standard_exponential((num_tokens, len(runners)))
-    arrivals /= rates[runners]
-    if places < len(runners):
-        winners = np.argpartition(arrivals, places - 1, axis=1)[:, :places]
-    else:
-        winners = np.broadcast_to(np.arange(places), (num_tokens, places))
+def _winners(rng: np.random.Generator, rates: Floats, num_tokens: int, places: int) -> Ids:
+    """Indices into `rates` of the first `places` to arrive, int32 [num_tokens, places], in order of arrival."""
+    assert places <= len(rates)
+    arrivals = rng.standard_exponential((num_tokens, len(rates)))
+    arrivals /= rates
+    winners = np.argpartition(arrivals, min(places, len(rates) - 1), axis=1)[:, :places]
     order = np.argsort(np.take_along_axis(arrivals, winners, axis=1), axis=1)
-    return runners[np.take_along_axis(winners, order, axis=1)].astype(np.int32)
+    return np.take_along_axis(winners, order, axis=1).astype(np.int32)
 
 
 def _left(rates: Floats, order: Ids, length: int) -> Floats:
@@ -207,8 +185,8 @@ def _left(rates: Floats, order: Ids, length: int) -> Floats:
     arrived = np.cumsum(rates[order], axis=1)
     known = min(length - 1, order.shape[1])
     left[:, 1 : 1 + known] = np.maximum(total - arrived[:, :known], 0.0)
-    if order.shape[1] == np.count_nonzero(rates):
-        left[:, order.shape[1] :] = 0.0
+    if order.shape[1] == len(rates):
+        left[:, len(rates) :] = 0.0
     return left
 
 
@@ -223,8 +201,8 @@ def _race_conditioned(rng: np.random.Generator, rates: Floats, problem: Problem,
     top_k = problem.shape.top_k
     foreign_ids = _foreign_ids(problem)
     foreign = rates[foreign_ids]
-    local = rates[problem.local_expert_offset : problem.local_expert_offset + problem.local_experts]
-    order = _race(rng, foreign, num_tokens, min(top_k, int(np.count_nonzero(foreign))))
+    local = rates[_local(problem)]
+    order = _winners(rng, foreign, num_tokens, min(top_k, len(foreign)))
     with np.errstate(divide="ignore"):
         hit_by = -np.expm1(-np.cumsum(np.log1p(local.sum() / _left(foreign, order, top_k)), axis=1))
         heaviest = np.argsort(-foreign)[None, : order.shape[1]].astype(np.int32)
@@ -233,7 +211,7 @@ def _race_conditioned(rng: np.random.Generator, rates: Floats, problem: Problem,
     order, hit_by = order[kept], hit_by[kept]
     first_local = (hit_by <= (rng.random(len(order)) * hit_by[:, -1])[:, None]).sum(axis=1)
     first_local = np.minimum(first_local, top_k - 1)
-    local_order = _race(rng, local, len(order), min(top_k, int(np.count_nonzero(local))))
+    local_order = _winners(rng, local, len(order), min(top_k, len(local)))
     foreign_left = _left(foreign, order, top_k + 1)
     local_left = _left(local, local_order, top_k + 1)
     is_local = _merge(rng, first_local, foreign_left, local_left, order.shape[1], local_order.shape[1])
@@ -265,3 +243,76 @@ def _merge(
         is_local[:, place] = (place == first_local) | ((place > first_local) & by_chance)
         taken += is_local[:, place]
     return is_local
+
+
+# ---- histograms --------------------------------------------------------------------------------------------------
+
+
+def _chances(problem: Problem, routing: str, histogram: Floats | None) -> Floats:
+    """How likely a token chooses each expert, float64 [num_experts], summing to top_k. Raises InputError."""
+    num_experts, top_k = problem.shape.num_experts, problem.shape.top_k
+    if histogram is None:
+        raise InputError(f"routing {routing!r}: the histogram itself is needed; give it as --routing file:PATH")
+    if histogram.shape != (num_experts,):
+        raise InputError(f"routing {routing!r}: {histogram.size} numbers for {num_experts} experts; give one each")
+    digest = weights_digest(histogram)
+    if not routing.endswith(digest):
+        raise InputError(f"routing {routing!r}: the histogram given is another one ({digest}); give the one recorded")
+    chances: Floats = histogram * (top_k / histogram.sum())
+    hottest = int(chances.argmax())
+    if chances[hottest] > 1.0 + 1e-6:
+        raise InputError(
+            f"routing {routing!r}: expert {hottest} has {chances[hottest] / top_k:.1%} of the slots, but with top_k "
+            f"{top_k} none can have more than {1 / top_k:.1%}; was it recorded with another top_k?"
+        )
+    local = _local(problem)
+    if problem.dispatch == "all_to_all" and not chances[local].any():
+        raise InputError(
+            f"routing {routing!r}: no token chose experts {local.start} to {local.stop - 1}, so none reaches this rank"
+        )
+    return np.minimum(chances, 1.0)
+
+
+def _wheel(rng: np.random.Generator, chances: Floats, problem: Problem, num_tokens: int) -> Ids:
+    order, ends = _turned(rng, chances, problem, num_tokens)
+    return _pointed(order, ends, rng.random((num_tokens, 1)))
+
+
+def _wheel_conditioned(rng: np.random.Generator, chances: Floats, problem: Problem, num_tokens: int) -> Ids:
+    """Some (at most `num_tokens`) tokens of the wheel, given that a local expert is chosen.
+
+    The pointers are set within a local expert drawn by its width, which favours settings that meet several local
+    experts by their number; keeping those with one over that number undoes it.
+    """
+    local = _local(problem)
+    widths = chances[local] / chances[local].sum()
+    order, ends = _turned(rng, chances, problem, num_tokens)
+    aimed = rng.choice(len(widths), size=num_tokens, p=widths) + local.start
+    at = np.argmax(order == aimed[:, None], axis=1)
+    aim = ends[np.arange(num_tokens), at] - rng.random(num_tokens) * chances[aimed]
+    ids = _pointed(order, ends, np.mod(aim, 1.0)[:, None])
+    hits = ((ids >= local.start) & (ids < local.stop)).sum(axis=1)
+    return ids[(hits > 0) & (rng.random(num_tokens) * hits < 1.0)]
+
+
+def _turned(rng: np.random.Generator, chances: Floats, problem: Problem, num_tokens: int) -> tuple[Ids, Floats]:
+    """Experts in shuffled order and where each ends on the wheel: [num_tokens, num_experts] both."""
+    order = np.argsort(rng.random((num_tokens, len(chances)), dtype=np.float32), axis=1).astype(np.int32)
+    ends = np.cumsum(chances[order], axis=1)
+    ends *= problem.shape.top_k / ends[:, -1:]
+    ends[:, -1] = problem.shape.top_k
+    return order, ends
+
+
+def _pointed(order: Ids, ends: Floats, pointer: Floats) -> Ids:
+    """The experts under pointers at `pointer`, `pointer + 1` ...: one for each whole turn of the wheel."""
+    turns = np.floor(ends - pointer)
+    met = np.diff(turns, axis=1, prepend=np.floor(-pointer)) > 0.0
+    chosen = met.sum(axis=1)
+    places = int(ends[0, -1]) if len(ends) else 0
+    met[chosen != places] = False
+    return np.asarray(order[met], dtype=np.int32).reshape(-1, places)
+
+
+def _local(problem: Problem) -> slice:
+    return slice(problem.local_expert_offset, problem.local_expert_offset + problem.local_experts)
