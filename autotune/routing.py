@@ -149,7 +149,9 @@ def _deal_conditioned(problem: Problem, rng: np.random.Generator) -> Ids:
 
 def _foreign_ids(problem: Problem) -> Ids:
     first, last = problem.local_expert_offset, problem.local_expert_offset + problem.local_experts
-    return np.r_[0:first, last : problem.shape.num_experts].astype(np.int32)
+    return np.concatenate(
+        [np.arange(first, dtype=np.int32), np.arange(last, problem.shape.num_experts, dtype=np.int32)]
+    )
 
 
 # ---- random and zipf ---------------------------------------------------------------------------------------------
@@ -292,7 +294,8 @@ def _wheel_conditioned(rng: np.random.Generator, chances: Floats, problem: Probl
     aim = ends[np.arange(num_tokens), at] - rng.random(num_tokens) * chances[aimed]
     ids = _pointed(order, ends, np.mod(aim, 1.0)[:, None])
     hits = ((ids >= local.start) & (ids < local.stop)).sum(axis=1)
-    return ids[(hits > 0) & (rng.random(num_tokens) * hits < 1.0)]
+    kept = np.flatnonzero((hits > 0) & (rng.random(len(ids)) * hits < 1.0))
+    return np.take(ids, kept, axis=0)
 
 
 def _turned(rng: np.random.Generator, chances: Floats, problem: Problem, num_tokens: int) -> tuple[Ids, Floats]:
