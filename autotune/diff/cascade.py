@@ -17,7 +17,7 @@ from fitune.diff import (
     tie,
     undecided,
 )
-from fitune.diff.cross import IDENTICAL, NO_REGRET
+from fitune.diff.cross import IDENTICAL, NO_REGRET, is_composed
 from fitune.diff.join import Align, Joined, join
 from fitune.diff.pair import Pair
 from fitune.diff.report import DiffReport, DiffRow, Evidence, NoPartner, Same
@@ -138,4 +138,6 @@ def _unchecked(pair: Pair) -> tuple[str, ...]:
             notes.append(f"legality on {cell.label} (arch {cell.environment.arch!r} is not known)")
         if cell.regime is None:
             notes.append(f"regime of {cell.label} (no time of its choice is recorded)")
+        elif cell.measurement is not None and is_composed(cell.measurement):
+            notes.append(f"execution of {cell.label} (its time is a sum of recorded parts)")
     return tuple(notes)

@@ -14,12 +14,16 @@ from typing import Final, Literal
 
 from fitune.cost import predict_us
 from fitune.diff.sides import Cell
+from fitune.measure.recording import COMPOSED
 from fitune.record import Measurement, Record, Regime
 from fitune.tactic import STAGES, Stage, Tactic
 from fitune.target import Environment
 
 Source = Literal["identical", "measured", "composed", "predicted", "none"]
 Judgement = Literal["tie", "slower", "faster", "unclear", "unknown"]
+
+Sorts = dict[tuple[str, int], float]
+"""Time of the slot sort in µs by family and tile size."""
 
 APART_BAND: Final = 0.03
 """Least band for times that were not taken in turns: clocks drift by some percent between runs."""
@@ -108,12 +112,16 @@ def judge(time: Span, reference: Span, band: float, source: Source, interleaved:
     return Regret(source, judgement, ratio, low, high, band, time.median_us, reference.median_us, interleaved)
 
 
+def is_composed(measurement: Measurement) -> bool:
+    """Whether a layer's time was put together from parts rather than measured as a whole."""
+    return measurement.regime.execution == COMPOSED
+
+
 def _measured(tactic: Tactic, host: Cell) -> Regret | None:
     decision = host.decision
     mine, chosen = decision.member(tactic), decision.member(host.tactic)
-    if mine is not None and chosen is not None and same_regime(mine.measurement.regime, chosen.measurement.regime):
-        spans = Span.of(mine.measurement), Span.of(chosen.measurement)
-        found = judge(*spans, decision.noise, "measured", True)
+    if mine is not None and chosen is not None and _took_turns(mine.measurement, chosen.measurement):
+        found = judge(Span.of(mine.measurement), Span.of(chosen.measurement), decision.noise, "measured", True)
         return replace(found, judgement="tie") if mine.tied and chosen.tied else found
     for reference in _layer_times(host, host.tactic):
         for time in _layer_times(host, tactic):
@@ -123,14 +131,17 @@ def _measured(tactic: Tactic, host: Cell) -> Regret | None:
     return None
 
 
+def _took_turns(a: Measurement, b: Measurement) -> bool:
+    return a.regime == b.regime and a.regime.interleaved and not is_composed(a)
+
+
 def _layer_times(host: Cell, tactic: Tactic) -> Iterator[Measurement]:
-    """Whole-layer times of a tactic on the host's key, best evidence first."""
+    """Times of a tactic as a whole layer on the host's key, best evidence first."""
     member = host.decision.member(tactic)
-    if member is not None:
-        yield member.measurement
-    for record in sorted(_usable(host, tactic), key=lambda record: (record.phase != "final", -record.time_s)):
-        assert record.measurement is not None
-        yield record.measurement
+    found = [] if member is None else [member.measurement]
+    records = sorted(_usable(host, tactic), key=lambda record: (record.phase != "final", -record.time_s))
+    found += [record.measurement for record in records if record.measurement is not None]
+    return (measurement for measurement in found if not is_composed(measurement))
 
 
 def _usable(host: Cell, tactic: Tactic | Stage) -> Sequence[Record]:
@@ -144,21 +155,55 @@ def _usable(host: Cell, tactic: Tactic | Stage) -> Sequence[Record]:
 
 
 def _composed(tactic: Tactic, host: Cell) -> Regret | None:
+    """Sums of stage times, judged twice: against the host's own sum, and against its whole-layer time.
+
+    The host's stages won because they were seen fast, partly by luck, so that their sum flatters them; its final
+    time does not, but holds what a sum leaves out. Only where both agree is anything claimed.
+    """
+    sorts = _sort_times(host)
     for regime in _stage_regimes(host):
-        time, reference = _sum_of_stages(tactic, host, regime), _sum_of_stages(host.tactic, host, regime)
+        if (tactic.family, tactic.tile_size) == (host.tactic.family, host.tactic.tile_size):
+            time, reference = _sum(tactic, host, regime, sorts), _sum(host.tactic, host, regime, sorts)
+        else:
+            time, reference = _whole_sum(tactic, host, regime, sorts), _whole_sum(host.tactic, host, regime, sorts)
         if time is None or reference is None:
             continue
-        sorts = _sort_times(host)
-        sort_time, sort_reference = _sort_us(tactic, sorts), _sort_us(host.tactic, sorts)
-        if sort_time is None or sort_reference is None:
-            if (tactic.family, tactic.tile_size) != (host.tactic.family, host.tactic.tile_size):
-                continue
-            sort_time = sort_reference = 0.0
-        time = time.plus(Span(sort_time, sort_time, sort_time))
-        reference = reference.plus(Span(sort_reference, sort_reference, sort_reference))
         band = max(host.decision.noise, APART_BAND, _composition_spread(host, regime, sorts))
-        return judge(time, reference, band, "composed", False)
+        found = judge(time, reference, band, "composed", False)
+        anchor = _anchor(host, regime, sorts)
+        if anchor is None or judge(time, anchor, band, "composed", False).judgement == found.judgement:
+            return found
+        return replace(found, judgement="unclear")
     return None
+
+
+def _anchor(host: Cell, regime: Regime, sorts: Sorts) -> Span | None:
+    """The host's whole-layer time on the scale of sums: divided by what a layer is to its sum for the default.
+
+    The default was not picked for being seen fast, so its sum is not flattered.
+    """
+    decision = host.decision
+    chosen, default = decision.member(host.tactic), decision.member(decision.default)
+    if chosen is None or is_composed(chosen.measurement):
+        return None
+    span, scale = Span.of(chosen.measurement), 1.0
+    if default is not None and decision.default != host.tactic and not is_composed(default.measurement):
+        total = _whole_sum(decision.default, host, regime, sorts)
+        if total is not None:
+            scale = total.median_us / default.measurement.median_us
+    return Span(span.median_us * scale, span.low_us * scale, span.high_us * scale)
+
+
+def _sum(tactic: Tactic, host: Cell, regime: Regime, sorts: Sorts) -> Span | None:
+    """gemm1 + gemm2 + the sort where its time is known: for tactics that sort alike."""
+    total = _sum_of_stages(tactic, host, regime)
+    sort_us = _sort_us(tactic, sorts) or 0.0
+    return None if total is None else total.plus(Span(sort_us, sort_us, sort_us))
+
+
+def _whole_sum(tactic: Tactic, host: Cell, regime: Regime, sorts: Sorts) -> Span | None:
+    """gemm1 + gemm2 + sort; None where one of the three is not known."""
+    return None if _sort_us(tactic, sorts) is None else _sum(tactic, host, regime, sorts)
 
 
 def _stage_regimes(host: Cell) -> list[Regime]:
@@ -185,9 +230,9 @@ def _stage_span(stage: Stage, host: Cell, regime: Regime) -> Span | None:
     return None
 
 
-def _sort_times(host: Cell) -> dict[tuple[str, int], float]:
+def _sort_times(host: Cell) -> Sorts:
     """Time of the slot sort by family and tile size, in µs, wherever a layer on this key was split by kernel."""
-    times: dict[tuple[str, int], float] = {}
+    times: Sorts = {}
     measured = [(record.tactic, record.measurement) for record in host.tried.layers()]
     measured += [(member.tactic, member.measurement) for member in host.decision.members]
     for tactic, measurement in measured:
@@ -198,7 +243,7 @@ def _sort_times(host: Cell) -> dict[tuple[str, int], float]:
     return times
 
 
-def _sort_us(tactic: Tactic, sorts: dict[tuple[str, int], float]) -> float | None:
+def _sort_us(tactic: Tactic, sorts: Sorts) -> float | None:
     """The sort of this tactic, or of the nearest tile size of its family; nothing is sorted for single rows."""
     if tactic.tile_size == 1:
         return 0.0
@@ -208,13 +253,13 @@ def _sort_us(tactic: Tactic, sorts: dict[tuple[str, int], float]) -> float | Non
     return sorts[tactic.family, min(near, key=lambda tile: (abs(tile - tactic.tile_size), tile))]
 
 
-def _composition_spread(host: Cell, regime: Regime, sorts: dict[tuple[str, int], float]) -> float:
+def _composition_spread(host: Cell, regime: Regime, sorts: Sorts) -> float:
     """How far sums of stage times scatter around whole-layer times, seen on the finalists that have both."""
     logs = []
     for member in host.decision.members:
-        total, sort_us = _sum_of_stages(member.tactic, host, regime), _sort_us(member.tactic, sorts)
-        if total is not None:
-            logs.append(math.log(member.measurement.median_us / (total.median_us + (sort_us or 0.0))))
+        total = _sum(member.tactic, host, regime, sorts)
+        if total is not None and not is_composed(member.measurement):
+            logs.append(math.log(member.measurement.median_us / total.median_us))
     return COMPOSED_SIGMAS * statistics.stdev(logs) if len(logs) >= MIN_CHECKED_SUMS else 0.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
@@ -145,7 +146,8 @@ def _join_points(a: LayerKey, points_a: list[int], b: LayerKey, points_b: list[i
 
 
 def _same_load(wanted: float, points: Sequence[int], tolerance: float) -> int | None:
-    nearest = min(points, key=lambda point: abs(point - wanted))
+    at = bisect_left(points, wanted)
+    nearest = min(points[max(0, at - 1) : at + 1], key=lambda point: abs(point - wanted))
     return nearest if abs(nearest - wanted) <= tolerance * wanted else None
 
 
@@ -158,11 +160,15 @@ def _look_up(loads: Iterable[int], scale: float, points: Sequence[int]) -> Itera
 
 
 def _without_doubles(rows: list[Joined]) -> list[Joined]:
-    """Two loose points that land on each other are one row."""
+    """Two loose points that land on each other are one row, and a key that landed somewhere is not alone as well."""
+    paired = {key for row in rows if row.key_a and row.key_b for key in (row.key_a, row.key_b)}
     seen: set[tuple[Key | None, Key | None]] = set()
     kept = []
     for row in rows:
-        if (row.key_a, row.key_b) not in seen:
-            seen.add((row.key_a, row.key_b))
-            kept.append(row)
+        both = (row.key_a, row.key_b)
+        alone = None in both
+        if both in seen or (alone and (row.key_a or row.key_b) in paired):
+            continue
+        seen.add(both)
+        kept.append(row)
     return kept

@@ -8,6 +8,7 @@ from typing import ClassVar, Final
 
 from fitune.diff.pair import Pair
 from fitune.diff.verdict import FieldDifference, Verdict
+from fitune.measure.recording import COMPOSED
 
 REGIME_FIELDS: Final = ("timer", "execution", "l2", "interleaved")
 CLOCK_TOLERANCE: Final = 0.10
@@ -34,7 +35,10 @@ def _regime(pair: Pair) -> Iterator[FieldDifference]:
     a, b = pair.a.regime, pair.b.regime
     if a is None or b is None:
         return
+    composed = COMPOSED in (a.execution, b.execution)
     for name in REGIME_FIELDS:
+        if composed and name in ("execution", "interleaved"):
+            continue  # a sum of recorded parts is weaker evidence, not another way to run the layer
         x, y = str(getattr(a, name)), str(getattr(b, name))
         if x != y:
             yield FieldDifference(name, x, y)

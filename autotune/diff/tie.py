@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from fitune.diff.cross import WIDE, Regret
+from fitune.diff.cross import Regret
 from fitune.diff.pair import Pair
 from fitune.diff.verdict import Verdict, percent
 
-KNOWN: Final = frozenset({"tie", "slower", "faster", "unclear"})
+MOST_LEFT: Final = 0.05
+"""Two tunes in opposite order whose mean is further from zero than this leave room for a difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,28 +46,34 @@ class Tie:
 
 def find(pair: Pair) -> Tie | None:
     a, b = pair.a_on_b, pair.b_on_a
-    words = {a.judgement, b.judgement}
-    opposed = False
     if pair.same_problem:
         opposed = _opposed(a, b)
-        tied = opposed or ("tie" in words and (words <= {"tie", "unknown"} or _mean_within_band(a, b)))
+        tied = opposed or _one_question_tied(a, b)
     else:
-        tied = words == {"tie"}
+        opposed = False
+        tied = a.judgement == b.judgement == "tie"
     return Tie(a, b, pair.same_problem, opposed, pair.a.label, pair.b.label) if tied else None
 
 
 def _opposed(a: Regret, b: Regret) -> bool:
-    """Both tunes say that the other's tactic is the slower one, and not by so much that something else is wrong."""
-    if not {a.judgement, b.judgement} <= KNOWN or a.judgement == b.judgement == "tie":
+    """Each of two tunes of one problem sees the other's tactic slower: what they disagree by is noise.
+
+    Their mean is what is left of a difference; where that is large after all, nothing is claimed.
+    """
+    if "unknown" in (a.judgement, b.judgement) or a.judgement == b.judgement == "tie":
         return False
     assert a.ratio is not None and b.ratio is not None
-    return a.ratio > 0.0 and b.ratio > 0.0 and max(a.ratio, b.ratio) <= WIDE
+    return min(a.ratio, b.ratio) > 0.0 and abs(a.ratio - b.ratio) / 2.0 <= MOST_LEFT
 
 
-def _mean_within_band(a: Regret, b: Regret) -> bool:
-    """One problem timed twice: the mean of both tunes' differences lies within the wider band."""
-    if a.ratio is None or b.ratio is None or "unknown" in {a.judgement, b.judgement}:
+def _one_question_tied(a: Regret, b: Regret) -> bool:
+    """One tune speaks for both where the other timed nothing; where both did, their mean must be within the band."""
+    timed = [regret for regret in (a, b) if regret.judgement != "unknown"]
+    if not any(regret.judgement == "tie" for regret in timed):
         return False
+    if len(timed) == 1 or all(regret.judgement == "tie" for regret in timed):
+        return True
+    assert a.ratio is not None and b.ratio is not None
     return abs(a.ratio - b.ratio) / 2.0 <= max(a.band, b.band)
 
 

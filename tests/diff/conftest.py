@@ -1,0 +1,181 @@
+"""Sides of a diff built by hand or by a simulated tuner, and the tactics that the tests compare."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from fitune import space
+from fitune.cost import predict_us
+from fitune.diff import Side
+from fitune.problem import Key, LayerKey, LayerShape, Problem, key_of
+from fitune.record import Decision, Measurement, Member, Record, Regime, Status
+from fitune.tactic import STAGES, Stage, Tactic, parse_tactic
+from fitune.target import Environment, target_named
+
+SHAPE = LayerShape(7168, 2048, 256, 8)
+TARGET = target_named("sm_90")
+ENVIRONMENT = Environment(TARGET.device, "sm_90", 132, "0.1.0", "k1", triton="3.6.0", torch="2.11", driver="570")
+REGIME = Regime(interleaved=True)
+SMALL = parse_tactic("t64 gather:fused act:fused g1:128x64/g8/w4/s4/grid/tma g2:128x64/g8/w4/s4/grid/tma fin:reduce")
+LARGE = parse_tactic("t128 gather:fused act:fused g1:128x64/g8/w8/s4/grid/tma g2:128x64/g8/w8/s4/grid/tma fin:reduce")
+
+
+def key(num_tokens: int = 1024, local_experts: int = 256, **layer: object) -> Key:
+    made = key_of(Problem(SHAPE, local_experts, num_tokens), TARGET.device)
+    return replace(made, layer=replace(made.layer, **layer))  # type: ignore[arg-type]
+
+
+def time(median_us: float, half: float = 0.001, regime: Regime = REGIME, **more: object) -> Measurement:
+    return Measurement(median_us, median_us * (1 - half), median_us * (1 + half), 30, regime, **more)  # type: ignore[arg-type]
+
+
+def decided(
+    at: Key,
+    times: Sequence[tuple[Tactic, float]],
+    *,
+    tied: Iterable[Tactic] = (),
+    noise: float = 0.005,
+    half: float = 0.001,
+    regime: Regime = REGIME,
+    environment: Environment = ENVIRONMENT,
+    **measured: object,
+) -> Decision:
+    """A decision whose first tactic won; the others are its finalists."""
+    chosen = times[0][0]
+    equal = {chosen, *tied}
+    members = tuple(Member(tactic, time(us, half, regime, **measured), tactic in equal) for tactic, us in times)
+    return Decision(at, chosen, members, chosen, times[0][1], noise, "", environment.id, "run", 0.0)
+
+
+def tried(
+    at: Key,
+    tactic: Tactic | Stage,
+    us: float | None,
+    *,
+    half: float = 0.001,
+    status: Status = Status.OUT_OF_RESOURCES,
+    regime: Regime = REGIME,
+    environment: Environment = ENVIRONMENT,
+    parts_us: tuple[tuple[str, float], ...] = (),
+    **more: object,
+) -> Record:
+    """A record; without a time it failed with `status`."""
+    part = tactic.stage if isinstance(tactic, Stage) else "layer"
+    ok = us is not None
+    measurement = time(us, half, regime, parts_us=parts_us) if us is not None else None
+    status = Status.OK if ok else status
+    return Record(at, part, tactic, status, environment.id, "run", 0.0, measurement=measurement, **more)  # type: ignore[arg-type]
+
+
+def side(label: str, decisions: Iterable[Decision], records: Iterable[Record] = (), *others: Environment) -> Side:
+    environments = {environment.id: environment for environment in (ENVIRONMENT, *others)}
+    return Side(label, {decision.key: decision for decision in decisions}, tuple(records), environments)
+
+
+@lru_cache(maxsize=100_000)
+def _true_us(stage: Stage, problem: Problem) -> float:
+    own = zlib.crc32(str(stage).encode()) / 2**32
+    here = zlib.crc32(f"{stage} {problem.num_tokens} {problem.local_experts}".encode()) / 2**32
+    return predict_us(stage, problem, TARGET) * (0.95 + 0.1 * own) * (0.995 + 0.01 * here)
+
+
+@dataclass
+class Tuner:
+    """Tunes keys on a made-up chip whose true stage times are the cost model's, each off by a fixed factor."""
+
+    seed: int
+    noise: float = 0.01
+    stages: int = 40
+    finalists: int = 6
+    sort_us: float = 6.0
+    run: str = "run"
+    environment: Environment = ENVIRONMENT
+    rng: np.random.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+
+    def true_us(self, stage: Stage, problem: Problem) -> float:
+        return _true_us(stage, problem)
+
+    def true_layer_us(self, tactic: Tactic, problem: Problem) -> float:
+        return sum(self.true_us(tactic.stage(name), problem) for name in STAGES) + self.sort_us
+
+    def measure(
+        self, true_us: float, *, interleaved: bool, parts_us: tuple[tuple[str, float], ...] = ()
+    ) -> Measurement:
+        seen = true_us * (1.0 + self.noise * float(self.rng.normal()) / (2.0 if interleaved else 1.0))
+        half = self.noise / 4.0
+        regime = replace(REGIME, interleaved=interleaved)
+        return Measurement(seen, seen * (1 - half), seen * (1 + half), 30, regime, parts_us=parts_us)
+
+    def tune(self, at: Key) -> tuple[list[Record], Decision]:
+        """Records of a sampled search over the pool and the decision it ends with."""
+        problem = at.problem()
+        found: dict[str, list[tuple[float, Stage]]] = {}
+        records = []
+        pools = {name: space.pool(problem, TARGET, name) for name in STAGES}
+        for name in STAGES:
+            picks = self.rng.permutation(len(pools[name]))[: self.stages]
+            found[name] = []
+            for pick in picks:
+                stage = pools[name][pick]
+                measured = self.measure(self.true_us(stage, problem), interleaved=False)
+                found[name].append((measured.median_us, stage))
+                records.append(
+                    Record(at, name, stage, Status.OK, self.environment.id, self.run, 0.0, measurement=measured)
+                )
+        return records, self._decide(at, found)
+
+    def _decide(self, at: Key, found: dict[str, list[tuple[float, Stage]]]) -> Decision:
+        problem = at.problem()
+        pairs = sorted(
+            (
+                (first_us + second_us, Tactic.of(first, second))
+                for first_us, first in sorted(found["gemm1"], key=lambda item: item[0])[:12]
+                for second_us, second in sorted(found["gemm2"], key=lambda item: item[0])[:12]
+                if (first.family, first.tile_size) == (second.family, second.tile_size)
+            ),
+            key=lambda item: item[0],
+        )[: self.finalists]
+        members = []
+        for _, tactic in pairs:
+            true_us = self.true_layer_us(tactic, problem)
+            members.append((tactic, self.measure(true_us, interleaved=True, parts_us=(("sort", self.sort_us),))))
+        members.sort(key=lambda item: item[1].median_us)
+        best = members[0][1]
+        made = tuple(
+            Member(tactic, seen, seen.ci_low_us <= best.ci_high_us or seen.median_us / best.median_us - 1 <= self.noise)
+            for tactic, seen in members
+        )
+        chosen = made[0].tactic
+        return Decision(at, chosen, made, chosen, best.median_us, self.noise, "", self.environment.id, self.run, 0.0)
+
+
+@pytest.fixture
+def make() -> SimpleNamespace:
+    """Everything above, so that tests need no import of this file."""
+    return SimpleNamespace(
+        SHAPE=SHAPE,
+        TARGET=TARGET,
+        ENVIRONMENT=ENVIRONMENT,
+        REGIME=REGIME,
+        SMALL=SMALL,
+        LARGE=LARGE,
+        LayerKey=LayerKey,
+        Tuner=Tuner,
+        key=key,
+        time=time,
+        decided=decided,
+        tried=tried,
+        side=side,
+        inf=math.inf,
+    )
