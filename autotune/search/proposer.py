@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ class Proposer:
         self._jitter = np.random.default_rng(seed).uniform(0.0, 1e-6, len(pool))
         self._hyper = Hyper.prior(pool.features.shape[1])
         self._fitted_at = 0
+        self._latest: tuple[tuple[Observation, ...], Posterior, float] | None = None
         self._neighbours = [task.thinned() for task in neighbours if task.stages]
         places = [tuple(coordinates), *(task.coordinates for task in self._neighbours)]
         assert len({len(place) for place in places}) == 1, "coordinates of all keys have one length"
@@ -174,6 +176,13 @@ class Proposer:
         return Points(self.pool.features[rows], task, z[rows], y, np.array(noise)), centre
 
     def _posterior(self, observed: Sequence[Observation]) -> tuple[Posterior, float]:
+        """The posterior over the pool and the shift of its mean; the last one is kept, and handed out as a copy."""
+        seen = tuple(observed)
+        if self._latest is None or self._latest[0] != seen:
+            self._latest = (seen, *self._compute(observed))
+        return copy.copy(self._latest[1]), self._latest[2]
+
+    def _compute(self, observed: Sequence[Observation]) -> tuple[Posterior, float]:
         own, centre = self._own_points(observed)
         parts = [own, *self._shared]
         points = Points(

@@ -1,0 +1,103 @@
+"""From interleaved finals to a decision: an equivalence set and its canonical member, never a bare argmin."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from fitune.measure.protocol import Outcome
+from fitune.problem import Key
+from fitune.record import Decision, Measurement, Member
+from fitune.tactic import STAGES, Stage, Tactic
+
+UNKNOWN_US = 0.0
+"""`Decision.default_us` where the default could not be measured."""
+
+
+def decide(
+    key: Key,
+    default: Tactic,
+    finals: Sequence[Outcome],
+    noise: float,
+    *,
+    neighbours: Sequence[Tactic] = (),
+    used_stages: Collection[Stage] = (),
+    environment_id: str,
+    run_id: str,
+    time_s: float,
+    origin: str = "measured",
+) -> Decision | None:
+    """The decision of a key, or None where no finalist worked.
+
+    Members are tied with the fastest where intervals overlap or medians are closer than `noise`. The default stays
+    if it is tied. Otherwise only members that beat the default by more than noise can be chosen, and among the tied
+    ones of those: what the nearest of `neighbours` use, else the one that needs the fewest new kernels beside
+    `used_stages`, launches and resources, else the first by text.
+    """
+    timed = [(outcome.tactic, outcome.measurement) for outcome in finals if outcome.measurement is not None]
+    whole = [(tactic, measured) for tactic, measured in timed if isinstance(tactic, Tactic)]
+    if not whole:
+        return None
+    whole.sort(key=lambda item: (item[1].median_us, str(item[0])))
+    fastest = whole[0][1]
+    members = tuple(Member(tactic, measured, is_tied(fastest, measured, noise)) for tactic, measured in whole)
+    default_member = next((member for member in members if member.tactic == default), None)
+    chosen, reason = _choose(members, default_member, noise, neighbours, used_stages)
+    return Decision(
+        key=key,
+        chosen=chosen.tactic,
+        members=members,
+        default=default,
+        default_us=UNKNOWN_US if default_member is None else default_member.measurement.median_us,
+        noise=noise,
+        reason=reason,
+        environment_id=environment_id,
+        run_id=run_id,
+        time_s=time_s,
+        origin=origin,
+    )
+
+
+def is_tied(fastest: Measurement, other: Measurement, noise: float) -> bool:
+    """Whether `other` is statistically as fast: intervals overlap, or the medians are within the A/A noise."""
+    return other.ci_low_us <= fastest.ci_high_us or other.median_us <= fastest.median_us * (1.0 + noise)
+
+
+def _choose(
+    members: Sequence[Member],
+    default: Member | None,
+    noise: float,
+    neighbours: Sequence[Tactic],
+    used_stages: Collection[Stage],
+) -> tuple[Member, str]:
+    tied = [member for member in members if member.tied]
+    if default is not None and default.tied:
+        if len(tied) == 1:
+            return default, "the default is the fastest beyond noise"
+        lead = default.measurement.median_us / members[0].measurement.median_us - 1.0
+        return default, f"the default is tied with the fastest ({lead:.1%} apart, noise {noise:.1%})"
+    if default is None:
+        candidates, won = tied, "the default did not run"
+    else:
+        candidates = [member for member in tied if not is_tied(member.measurement, default.measurement, noise)]
+        gain = default.measurement.median_us / members[0].measurement.median_us - 1.0
+        won = f"beats the default by {gain:.1%} (noise {noise:.1%})"
+    assert candidates, "the fastest itself beats a default that is not tied with it"
+    if len(candidates) == 1:
+        return candidates[0], won
+    for tactic in neighbours:
+        for member in candidates:
+            if member.tactic == tactic:
+                return member, f"{won}; of {len(candidates)} tied the one a neighbouring key uses"
+    best = min(candidates, key=lambda member: _effort(member.tactic, used_stages))
+    return best, f"{won}; of {len(candidates)} tied the one with the least to compile and launch"
+
+
+def _effort(tactic: Tactic, used_stages: Collection[Stage]) -> tuple[int, int, int, str]:
+    """New kernels, launches beside the GEMMs, operand bytes kept in flight, text."""
+    stages = [tactic.stage(name) for name in STAGES]
+    new = sum(stage not in used_stages for stage in stages)
+    launches = (tactic.gather == "permute") + (tactic.activation == "separate") + (tactic.finalize == "fused")
+    flight = sum(
+        stage.gemm.num_stages * (stage.tile_size + stage.gemm.block_n) * stage.gemm.block_k for stage in stages
+    )
+    return new, launches, flight, str(tactic)

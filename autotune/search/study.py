@@ -1,0 +1,274 @@
+"""One key and GEMM as an Optuna study: the ledger of what was tried, told, and found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import optuna
+from optuna.trial import TrialState, create_trial
+
+from fitune import cost
+from fitune.cache.store import Store
+from fitune.errors import StoreError
+from fitune.measure.protocol import Outcome
+from fitune.problem import Key, Problem
+from fitune.search.evidence import Evidence, StageResult
+from fitune.search.plan import key_coordinates
+from fitune.search.pool import Floats, Head, StagePool, head_of, suggest_stage
+from fitune.search.proposer import NeighbourTask
+from fitune.search.sampler import PoolBase, PoolSampler, RandomPoolSampler, SweepSampler, TpePoolSampler
+from fitune.tactic import Stage, StageName
+from fitune.target import Environment, Target
+
+PENALTY: Final = 3.0
+"""A failed stage is told as this many times the slowest that worked (or its estimate): finite, so samplers learn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A stage that a study wants measured."""
+
+    trial: optuna.Trial
+    stage: Stage
+    origin: str
+
+
+class Ledger:
+    """A study over the pool of one key and GEMM, with the results by stage."""
+
+    def __init__(
+        self, name: str, part: StageName, pool: StagePool, predicted_us: Floats, sampler: PoolBase, origin: str
+    ) -> None:
+        self.part: StageName = part
+        self.pool = pool
+        self.sampler = sampler
+        self.results: dict[Stage, StageResult] = {}
+        self._predicted = dict(zip(pool.stages, predicted_us.tolist(), strict=True))
+        self._origin = origin
+        self._waiting: set[Stage] = set()
+        with _quiet():
+            self.study = optuna.create_study(study_name=name, sampler=sampler, direction="minimize")
+
+    def load(self, results: Mapping[Stage, StageResult]) -> int:
+        """Take over earlier results of pool members as finished trials; how many there were."""
+        kept = {stage: result for stage, result in results.items() if stage in self.pool}
+        self.results.update(kept)
+        for stage, result in kept.items():
+            self.study.add_trial(
+                create_trial(
+                    params=stage_params_of(self.pool, stage),
+                    distributions=dict(self.pool.distributions),
+                    value=self._told_us(stage, result),
+                    user_attrs=_attributes(stage, result),
+                )
+            )
+        return len(kept)
+
+    def want(self, stage: Stage, origin: str) -> None:
+        """Put a pool member next in line, unless it is measured or in line already."""
+        if stage in self.pool and stage not in self.results and stage not in self._waiting:
+            self._waiting.add(stage)
+            self.study.enqueue_trial(stage_params_of(self.pool, stage), user_attrs={"origin": origin})
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_left(self) -> int:
+        """Pool members without a result."""
+        return len(self.pool) - len(self.results)
+
+    def ask(self, count: int) -> list[Asked]:
+        """Up to `count` unmeasured stages; those in line come first."""
+        asked = []
+        for _ in range(min(count, self.num_left)):
+            trial = self.study.ask()
+            stage = suggest_stage(trial, self.pool)
+            self._waiting.discard(stage)
+            origin = str(trial.user_attrs.get("origin", self._origin))
+            asked.append(Asked(trial, stage, origin))
+        return asked
+
+    def tell(self, asked: Asked, outcome: Outcome) -> None:
+        """Record how an asked stage ended. A failure is told with a finite penalty."""
+        measured = outcome.measurement
+        result = StageResult(
+            outcome.status,
+            None if measured is None else measured.median_us,
+            0.0 if measured is None else measured.relative_halfwidth,
+            asked.origin,
+        )
+        self.results[asked.stage] = result
+        for name, value in _attributes(asked.stage, result).items():
+            asked.trial.set_user_attr(name, value)
+        with _quiet():
+            self.study.tell(asked.trial, self._told_us(asked.stage, result))
+
+    def withdraw(self, asked: Asked) -> None:
+        """Close a trial whose stage was never measured."""
+        with _quiet():
+            self.study.tell(asked.trial, state=TrialState.FAIL)
+
+    @property
+    def best_us(self) -> float | None:
+        """The fastest time so far, in µs."""
+        times = [result.time_us for result in self.results.values() if result.time_us is not None]
+        return min(times, default=None)
+
+    def ranked(self) -> dict[Head, list[tuple[float, Stage]]]:
+        """Working stages per head with their µs, fastest first; equal times in text order."""
+        found: dict[Head, list[tuple[float, Stage]]] = {}
+        for stage, result in self.results.items():
+            if result.time_us is not None:
+                found.setdefault(head_of(stage), []).append((result.time_us, stage))
+        for members in found.values():
+            members.sort(key=lambda item: (item[0], str(item[1])))
+        return found
+
+    def expected_best_us(self) -> dict[Head, float]:
+        """Per head of the pool the fastest measured time, or a lower expected one of a member not yet measured."""
+        best: dict[Head, float] = {}
+        for stage, expected_us in self._expected().items():
+            result = self.results.get(stage)
+            value = expected_us if result is None else (math.inf if result.time_us is None else result.time_us)
+            head = head_of(stage)
+            best[head] = min(best.get(head, math.inf), value)
+        return best
+
+    def promising(self, head: Head, count: int) -> list[Stage]:
+        """Unmeasured stages of a head, the ones expected to be fastest first."""
+        left = [
+            (expected_us, str(stage), stage)
+            for stage, expected_us in self._expected().items()
+            if head_of(stage) == head and stage not in self.results
+        ]
+        return [stage for _, _, stage in sorted(left, key=lambda item: item[:2])[:count]]
+
+    def _expected(self) -> dict[Stage, float]:
+        if isinstance(self.sampler, PoolSampler):
+            observed, _ = self.sampler.observations(self.study)
+            return dict(zip(self.pool.stages, self.sampler.proposer.expected_us(observed).tolist(), strict=True))
+        ratios = sorted(
+            result.time_us / self._predicted[stage]
+            for stage, result in self.results.items()
+            if result.time_us is not None
+        )
+        scale = ratios[len(ratios) // 2] if ratios else 1.0
+        return {stage: scale * predicted for stage, predicted in self._predicted.items()}
+
+    def _told_us(self, stage: Stage, result: StageResult) -> float:
+        if result.time_us is not None:
+            return result.time_us
+        slowest = max((other.time_us for other in self.results.values() if other.time_us is not None), default=0.0)
+        return PENALTY * max(slowest, self._predicted.get(stage, 0.0), 1.0)
+
+
+def stage_params_of(pool: StagePool, stage: Stage) -> dict[str, str | int | bool]:
+    index = pool.index(stage)
+    assert index is not None, f"{stage} is no member of the pool"
+    return dict(pool.params[index])
+
+
+def open_ledger(
+    key: Key,
+    problem: Problem,
+    target: Target,
+    part: StageName,
+    stages: Sequence[Stage],
+    evidence: Evidence,
+    *,
+    sampler: str = "pool",
+    sweep: bool = False,
+    seed: int = 0,
+    batch: int = 1,
+) -> Ledger:
+    """A ledger over `stages` with the evidence's results of the key loaded, and its neighbours known to the sampler."""
+    pool = StagePool(stages)
+    predicted = cost.predict_many_us(pool.stages, problem, target)
+    made: PoolBase
+    if sampler == "exhaustive" or sweep:
+        made = SweepSampler(pool, predicted, seed)
+    elif sampler == "random":
+        made = RandomPoolSampler(pool, seed)
+    elif sampler == "tpe":
+        made = TpePoolSampler(pool, seed)
+    else:
+        made = PoolSampler(
+            pool,
+            predicted,
+            seed=seed,
+            batch=batch,
+            neighbours=_neighbour_tasks(key, part, target, evidence),
+            coordinates=key_coordinates(key),
+        )
+    origin = "exhaustive" if isinstance(made, SweepSampler) else "sampler"
+    ledger = Ledger(f"{key.layer.ep_label} {key.num_tokens} tokens {part}", part, pool, predicted, made, origin)
+    ledger.load(evidence.stages(key, part))
+    return ledger
+
+
+def study_of(
+    store: Store,
+    key: Key,
+    part: StageName,
+    *,
+    target: Target,
+    environment: Environment | None = None,
+    stages: Sequence[Stage] | None = None,
+) -> optuna.Study:
+    """The Optuna study of a key and GEMM, built from a store: one finished trial per stage tried.
+
+    `stages` is the pool (default: the stages tried); `environment` says which records are comparable (default: the
+    environment of the key's decision, else of its latest record). Failed stages have a penalty as value and their
+    status in the user attribute `status`. Raises StoreError where the store has nothing of that key.
+    """
+    records, environments = store.records(lambda other: other == key), store.environments()
+    if environment is None:
+        decision = store.decisions(lambda other: other == key).get(key)
+        chosen = decision.environment_id if decision is not None else (records[-1].environment_id if records else "")
+        environment = environments.get(chosen)
+    evidence = Evidence.load(records, environments, environment) if environment is not None else None
+    tried = evidence.stages(key, part) if evidence is not None else {}
+    if evidence is None or not tried:
+        raise StoreError(f"store {store.path} has no {part} stages of {key.layer.ep_label}, {key.num_tokens} tokens")
+    pool = list(dict.fromkeys([*(stages or ()), *tried]))
+    return open_ledger(key, key.problem(), target, part, pool, evidence, sampler="pool").study
+
+
+def _neighbour_tasks(key: Key, part: StageName, target: Target, evidence: Evidence) -> list[NeighbourTask]:
+    tasks = []
+    for other in evidence.neighbours(key, part):
+        timed = {
+            stage: result.time_us
+            for stage, result in evidence.stages(other, part).items()
+            if result.time_us is not None
+        }
+        predicted = cost.predict_many_us(tuple(timed), other.problem(), target)
+        tasks.append(
+            NeighbourTask(tuple(timed), tuple(timed.values()), tuple(predicted.tolist()), key_coordinates(other))
+        )
+    return tasks
+
+
+def _attributes(stage: Stage, result: StageResult) -> dict[str, str | float]:
+    return {
+        "stage": str(stage),
+        "status": str(result.status),
+        "halfwidth": result.halfwidth,
+        "origin": result.origin,
+    }
+
+
+class _quiet:
+    """Keeps Optuna's per-trial log lines off the terminal."""
+
+    def __enter__(self) -> None:
+        self._level = optuna.logging.get_verbosity()
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+    def __exit__(self, *_: object) -> None:
+        optuna.logging.set_verbosity(self._level)
