@@ -60,7 +60,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """`length` bytes at `offset` that are no frame. `torn`: nothing whole follows, as after a killed writer."""
+    """`length` bytes at `offset` that are no frame. `torn`: the last frame of the file, never written to its end."""
 
     offset: int
     length: int
@@ -104,6 +104,18 @@ def _frame_at(data: bytes, offset: int, limit_bytes: int) -> Frame | str:
     return Frame(offset, kind, payload)
 
 
+def _is_torn(data: bytes, offset: int, limit_bytes: int) -> bool:
+    """Whether the bytes from `offset` to the end are what a killed writer or a power cut leaves: a frame's beginning
+    cut short, or blocks of zeros that were never filled."""
+    if not data[max(offset, len(data) - HEADER_BYTES) :].strip(b"\0"):
+        return True
+    head = data[offset : offset + HEADER_BYTES]
+    if len(head) < HEADER_BYTES:
+        return head[: len(MAGIC)] == MAGIC[: len(head)]
+    magic, _, length, _ = _HEAD.unpack(head)
+    return bool(magic == MAGIC and len(data) - offset - HEADER_BYTES < length <= limit_bytes)
+
+
 def scan(data: bytes, limit_bytes: int = MAX_FRAME_BYTES) -> Iterator[Frame | Damage]:
     """Frames and damages of a file's bytes, in order, together covering all of them.
 
@@ -125,7 +137,7 @@ def scan(data: bytes, limit_bytes: int = MAX_FRAME_BYTES) -> Iterator[Frame | Da
                 break
             following = data.find(MAGIC, following + 1)
         end = len(data) if following < 0 else following
-        yield Damage(offset, end - offset, found, torn=following < 0)
+        yield Damage(offset, end - offset, found, torn=following < 0 and _is_torn(data, offset, limit_bytes))
         offset = end
 
 

@@ -114,9 +114,7 @@ def _read_start(path: Path, data: bytes, first: Frame | Damage | None, report: R
         return None
     if isinstance(first, Frame):
         return read_header(path, first, "segment").format
-    blank = not data.strip(b"\0")
-    cut = first.torn and len(data) < len(header_frame("segment")) + 64 and data[:4] == MAGIC[: len(data)]
-    if blank or cut:
+    if first.torn and (data[: len(MAGIC)] == MAGIC[: len(data)] or not data.strip(b"\0")):
         report(Finding(path, 0, "the header is not whole: its writer was killed at once", harmless=True))
     else:
         report(Finding(path, 0, f"this is not a fitune segment: {first.what}"))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Self, get_args
 
 from fitune.bucket import BUCKET_RULE, Bucket, buckets
-from fitune.cache.checks import FieldError, array, corrupt, number, pack, text, unpack
+from fitune.cache.checks import FieldError, array, corrupt, pack, text, unpack
 from fitune.cache.codec import (
     LAYER_FIELDS,
     MAX_TOKENS,
@@ -124,13 +125,13 @@ class Table:
 
 def _hash(rule: str, layers: Mapping[LayerKey, tuple[Entry, ...]]) -> str:
     """32 hex digits."""
-    texts: dict[Tactic, str] = {}
+    texts: dict[int, str] = {}  # by identity: entries share tactics, and hashing one takes longer than writing it
     digest = hashlib.sha256(rule.encode())
     for layer in sorted(layers):
         digest.update(pack(encode_key(Key(layer, 1))[:LAYER_FIELDS]))
         lines = []
         for entry in layers[layer]:
-            written = texts.get(entry.tactic) or texts.setdefault(entry.tactic, str(entry.tactic))
+            written = texts.get(id(entry.tactic)) or texts.setdefault(id(entry.tactic), str(entry.tactic))
             lines.append(f"{entry.key.num_tokens} {written}\n")
         digest.update("".join(lines).encode())
     return digest.hexdigest()[:32]
@@ -206,7 +207,10 @@ def _read_layers(pools: tuple[object, ...], columns: tuple[object, ...]) -> Mapp
 
 
 def _read_times(value: object, where: str, count: int) -> list[float]:
-    return [number(time_us, where) for time_us in unpack_numbers("d", value, where, count)]
+    times_us: list[float] = list(unpack_numbers("d", value, where, count))
+    if not all(0.0 <= time_us < math.inf for time_us in times_us):
+        raise FieldError(where, "its values must be finite numbers of 0 or more")
+    return times_us
 
 
 def read_table(path: Path) -> Table:
