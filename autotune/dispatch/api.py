@@ -86,9 +86,9 @@ def _make_dispatcher(
         raise DispatchError(f"x: dtype is {dtype_name(x.dtype)}; it must be one of {', '.join(DTYPES)}: convert it")
     shape = LayerShape(x.shape[1], w13.shape[1] // 2, num_experts, topk_ids.shape[1], dtype)
     path = data_directory() if store is None else Path(store)
-    absent = "" if store is not None or path.exists() else f"table: {path} does not exist; make it with fitune search"
+    absent = "" if store is not None or _has_files(path) else f"table: no store at {path}; make one with fitune search"
     return Dispatcher(
-        None if absent else path,
+        None if absent else DEFAULT.table(path),
         shape,
         w13.shape[0],
         local_expert_offset=local_expert_offset,
@@ -99,3 +99,8 @@ def _make_dispatcher(
         miss_log=path / MISS_LOG_NAME if miss_log is None and path.is_dir() else miss_log,
         absent=absent,
     )
+
+
+def _has_files(path: Path) -> bool:
+    """Whether something but a miss log is at a path."""
+    return path.is_file() or (path.is_dir() and any(entry.name != MISS_LOG_NAME for entry in path.iterdir()))

@@ -72,8 +72,10 @@ class Binding:
         return num_tokens
 
     def check_out(self, out: Tensor, x: Tensor) -> None:
-        """`out` must be like x and not be x. Raises DispatchError."""
+        """`out` must be like x and not be x, its columns contiguous, its row stride free. Raises DispatchError."""
         self._check("out", out, tuple(x.shape), "num_tokens, hidden_size", (self.dtype,))
+        if self.hidden_size > 1 and out.stride(1) != 1:
+            raise DispatchError(f"out: its column stride is {out.stride(1)}; it must be 1: give a contiguous tensor")
         if out.data_ptr() == x.data_ptr() and x.numel():
             raise DispatchError("out: it shares memory with x, which is read while out is written; give another tensor")
 

@@ -10,7 +10,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from fitune.cache import Entry, Table
+from fitune.cache import Entry, Table, load_table
 from fitune.dispatch import report
 from fitune.dispatch.binding import ID_DTYPES, Binding
 from fitune.dispatch.device import check_can_run, resolve_device, target_of
@@ -42,7 +42,8 @@ class Dispatcher:
     instead. Nothing is tuned here.
 
     table: a Table, the path of a table file or store, or None for no tuned tactics. A path is read at once and an
-    unreadable, corrupt or newer file raises StoreError: a server does not start on a table it cannot trust.
+    unreadable, corrupt or newer file raises StoreError: a server does not start on a table it cannot trust. Where many
+    layers need a dispatcher, read the table once with fitune.load_table and give it to each.
     shape, local_experts, local_expert_offset, dispatch: the layer and this rank's part of it, as in Problem.
     routing: the routing profile to take tactics for; None takes what the table has (`random` first).
     device: where calls run; None is the current GPU, or the CPU (under Triton's interpreter) where there is none.
@@ -73,7 +74,7 @@ class Dispatcher:
         self._runtime: Final = runtime
         self._policy: Final = policy
         self._miss_log: Final = None if miss_log is None else Path(miss_log)
-        self._table: Final = runtime.table(Path(table)) if isinstance(table, (str, Path)) else table
+        self._table: Final = load_table(Path(table)) if isinstance(table, (str, Path)) else table
         self._device: Final = resolve_device(device)
         self._target: Final = target or target_of(self._device)
         self._binding: Final = Binding(shape, local_experts, self._device)
@@ -111,7 +112,7 @@ class Dispatcher:
             return result if out is None else out.copy_(result)
         num_tokens = self._binding.check(x, w13, w2, topk_weights, topk_ids)
         if out is None:
-            out = torch.empty((num_tokens, x.shape[1]), dtype=x.dtype, device=x.device)
+            out = x.new_empty((num_tokens, self._problem.shape.hidden_size))
         else:
             self._binding.check_out(out, x)
         if num_tokens == 0:
@@ -124,6 +125,10 @@ class Dispatcher:
         args = LayerArgs(x, w13, w2, topk_weights, topk_ids, self._problem.local_expert_offset)
         self._launch(plan, args, num_tokens, out)
         return out
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Dispatcher:
+        """Copies of a model share its dispatchers: they hold no weights."""
+        return self
 
     def plan(self, num_tokens: int) -> Plan:
         """The launch plan for a count of 1 or more, as a call finds it. Raises DispatchError for a miss when frozen."""

@@ -27,6 +27,11 @@ def dispatcher(small: Any, runtime: Runtime) -> Dispatcher:
     return Dispatcher(table, small.shape, 4, local_expert_offset=2, runtime=runtime)
 
 
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FITUNE_HOME", str(tmp_path / "home"))
+
+
 def close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
 
@@ -178,13 +183,24 @@ def test_fused_moe_compiles_and_exports(store: Path, small: Any) -> None:
 
 
 def test_fused_moe_without_a_store(small: Any, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setenv("FITUNE_HOME", str(tmp_path / "none"))
+    home = tmp_path / "none"
+    monkeypatch.setenv("FITUNE_HOME", str(home))
     shape = replace(small.shape, hidden_size=16)
     tensors = small.tensors(2, shape)
     with caplog.at_level(logging.WARNING, "fitune.dispatch"):
         close(fitune.fused_moe(*tensors.args, num_experts=8), small.expected(tensors))
-    assert f"{tmp_path / 'none'} does not exist; make it with fitune search" in caplog.text
-    assert not (tmp_path / "none").exists()
+    assert f"table: no store at {home}; make one with fitune search" in caplog.text
+    assert not home.exists()
+    forget()
+    home.mkdir()
+    fitune.fused_moe(*tensors.args, num_experts=8)
+    assert [entry.name for entry in home.iterdir()] == [MISS_LOG_NAME]
+    forget()
+    fitune.fused_moe(*tensors.args, num_experts=8)
+    forget()
+    (home / "other").write_text("")
+    with pytest.raises(StoreError, match="folder of other files"):
+        fitune.fused_moe(*tensors.args, num_experts=8)
     with pytest.raises(StoreError):
         fitune.fused_moe(*tensors.args, num_experts=8, store=tmp_path / "absent")
     forget()

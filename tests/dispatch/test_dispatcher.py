@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -188,6 +189,7 @@ def test_remembered_weights_are_not_kept_alive(small: Any, runtime: Runtime, mon
         (torch.zeros(2, 32), r"out: shape is \[2, 32\]"),
         (torch.zeros(3, 32, dtype=torch.float16), "out: dtype is fp16"),
         (torch.zeros(3, 32, device="meta"), "out: it is on meta"),
+        (torch.zeros(32, 3).t(), "out: its column stride is 3"),
     ],
 )
 def test_a_wrong_out_is_refused(out: torch.Tensor, message: str, dispatcher: Dispatcher, small: Any) -> None:
@@ -314,6 +316,12 @@ def test_workspaces_go_with_their_dispatchers(small: Any, runtime: Runtime) -> N
     assert len(runtime.workspaces._known) == 1
     del layer
     assert len(runtime.workspaces._known) == 0
+
+
+def test_copies_of_a_model_share_their_dispatcher(dispatcher: Dispatcher) -> None:
+    model = torch.nn.Module()
+    model.moe = dispatcher
+    assert copy.deepcopy(model).moe is dispatcher
 
 
 def test_round_up_wastes_little() -> None:
