@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c const
 DEMO_STORE ?= demo-store
 PYTEST_ARGS ?= -n 2 -q
 PYTHON ?= $(shell for each in python3 python3.11 python3.12 python3.13 python3.14; do \
-	$$each -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$each && break; done)
+	$$each -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$each && break; done)
 
 .PHONY: demo test lint venv tree clean
 .DELETE_ON_ERROR:
@@ -43,7 +43,7 @@ $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "fitune needs Python 3.11 or newer, but here python3 is" \
 	"$$(python3 --version 2>&1 || echo missing). Install Python 3.11, or name one: make PYTHON=/path/to/python3.11" >&2; \
 	exit 2; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo "PYTHON=$(PYTHON) is no" \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 || { echo "PYTHON=$(PYTHON) is no" \
 	"Python 3.11 or newer; name one: make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
