@@ -1,0 +1,116 @@
+"""What a user types, read into the types the rest works with. Every mistake is an InputError of one line."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from fitune.errors import InputError, ShapeError
+from fitune.problem import DEFAULT_TOKENS, DISPATCHES, DTYPES, Dispatch, LayerShape, Problem, local_experts_of_ep
+
+MAX_TOKENS: Final = 1 << 24
+_DURATION: Final = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
+
+
+def whole_numbers(text: str, option: str, largest: int = MAX_TOKENS) -> tuple[int, ...]:
+    """Read `1,2,4`, `64:1024` (doubling from 64, ending with 1024) or a mix; sorted, each once."""
+    numbers: set[int] = set()
+    for item in text.split(","):
+        low, colon, high = item.strip().partition(":")
+        first = _whole_number(low, text, option, largest)
+        last = _whole_number(high, text, option, largest) if colon else first
+        if last < first:
+            raise InputError(f"{option} {text!r}: the range {item.strip()!r} runs backwards; write LOW:HIGH")
+        while first < last:
+            numbers.add(first)
+            first *= 2
+        numbers.add(last)
+    return tuple(sorted(numbers))
+
+
+def _whole_number(item: str, text: str, option: str, largest: int) -> int:
+    if not re.fullmatch(r"[0-9]{1,12}", item) or not 1 <= int(item) <= largest:
+        raise InputError(
+            f"{option} {text!r}: {item!r} is not a whole number from 1 to {largest}; "
+            "write a list like 1,2,4 or a range like 64:1024"
+        )
+    return int(item)
+
+
+def seconds_of(text: str, option: str = "--budget") -> float:
+    """Read `90s`, `10m`, `1h30m` or plain seconds."""
+    match = _DURATION.fullmatch(text.strip().lower())
+    amounts = [float(part or 0) for part in match.groups()] if match else []
+    total = sum(amount * unit for amount, unit in zip(amounts, (3600, 60, 1), strict=False))
+    if total <= 0:
+        raise InputError(f"{option} {text!r} is not a time above zero; write it like 90s, 10m or 1h30m")
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The layer a command works on: its shape and what to call it."""
+
+    name: str
+    shape: LayerShape
+
+
+def read_layer(model: str | None, model_config: Path | None, shape: str | None, dtype: str, redundant: int) -> Layer:
+    """The one layer that `--model`, `--model-config` or `--shape` names."""
+    from fitune.models import parse_shape, preset, read_model_config
+
+    if dtype not in DTYPES:
+        raise ShapeError(f"--dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}")
+    given = [
+        name for name, value in (("--model", model), ("--model-config", model_config), ("--shape", shape)) if value
+    ]
+    if len(given) != 1:
+        what = f"{' and '.join(given)} are given together" if given else "no layer is given"
+        raise InputError(f"{what}; use one of --model NAME, --model-config PATH or --shape H=7168,I=2048,E=256,K=8")
+    if shape:
+        layer = Layer("layer", parse_shape(shape, dtype))
+    elif model_config:
+        found = read_model_config(model_config, dtype)
+        layer = Layer(found.name, found.shape)
+    else:
+        assert model is not None
+        layer = Layer(model, preset(model, dtype).shape)
+    return Layer(layer.name, layer.shape.with_redundant_experts(redundant)) if redundant else layer
+
+
+def local_expert_counts(shape: LayerShape, ep: str | None, local_experts: str | None) -> tuple[int, ...]:
+    """Local expert counts that `--ep` or `--local-experts` names, most first; EP 1 when neither is given."""
+    if ep and local_experts:
+        raise InputError(f"--ep {ep} and --local-experts {local_experts} are given together; use one of them")
+    if local_experts:
+        counts = set(whole_numbers(local_experts, "--local-experts"))
+        for count in counts:
+            if count > shape.num_experts:
+                raise ShapeError(f"--local-experts {count} is more than the layer's {shape.num_experts} experts")
+    else:
+        sizes = whole_numbers(ep or "1", "--ep")
+        counts = {count for size in sizes for count in local_experts_of_ep(shape.num_experts, size)}
+    return tuple(sorted(counts, reverse=True))
+
+
+def token_counts(text: str | None) -> tuple[int, ...]:
+    """Token counts that `--tokens` names; 1, 2, 4 ... 16384 when it is not given."""
+    return whole_numbers(text, "--tokens") if text else DEFAULT_TOKENS
+
+
+def read_dispatch(text: str) -> Dispatch:
+    """`all_gather` or `all_to_all`, dashes allowed."""
+    canonical = text.replace("-", "_")
+    for known in DISPATCHES:
+        if canonical == known:
+            return known
+    raise InputError(f"--dispatch {text!r} is not known; use one of {', '.join(DISPATCHES)}")
+
+
+def grid(
+    shape: LayerShape, counts: tuple[int, ...], tokens: tuple[int, ...], routing: str, dispatch: Dispatch
+) -> tuple[Problem, ...]:
+    """Every problem of the sweep, EP by EP, tokens ascending."""
+    return tuple(Problem(shape, count, num_tokens, routing, dispatch) for count in counts for num_tokens in tokens)

@@ -1,0 +1,60 @@
+"""The options that several commands share, each worded once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Model = Annotated[str | None, typer.Option("--model", metavar="NAME", help="A known model, such as deepseek-v3.")]
+ModelConfig = Annotated[
+    Path | None, typer.Option("--model-config", metavar="PATH", help="A local Hugging Face config.json.")
+]
+Shape = Annotated[str | None, typer.Option("--shape", metavar="TEXT", help="Raw numbers: H=7168,I=2048,E=256,K=8.")]
+DTypeName = Annotated[str, typer.Option("--dtype", metavar="bf16|fp16", help="Type of weights and activations.")]
+Ep = Annotated[
+    str | None, typer.Option("--ep", metavar="LIST", help="Expert-parallel sizes, such as 1,8,16.  [default: 1]")
+]
+LocalExperts = Annotated[
+    str | None, typer.Option("--local-experts", metavar="LIST", help="Experts a rank holds, instead of --ep.")
+]
+Redundant = Annotated[
+    int, typer.Option("--redundant", metavar="R", min=0, help="Replicated experts beside the model's own.")
+]
+Tokens = Annotated[
+    str | None,
+    typer.Option("--tokens", metavar="LIST", help="Token counts: 1,2,4 or 64:1024 (doubling).  [default: 1:16384]"),
+]
+EpFilter = Annotated[str | None, typer.Option("--ep", metavar="LIST", help="Only these expert-parallel sizes.")]
+TokensFilter = Annotated[
+    str | None, typer.Option("--tokens", metavar="LIST", help="Only these token counts: 1,2,4 or 64:1024.")
+]
+Routing = Annotated[
+    str,
+    typer.Option("--routing", metavar="TEXT", help="balanced, random, zipf:S, or file:PATH with a histogram."),
+]
+DispatchKind = Annotated[
+    str, typer.Option("--dispatch", metavar="KIND", help="How tokens reach a rank: all_gather or all_to_all.")
+]
+StoreDir = Annotated[
+    Path | None,
+    typer.Option("--store", metavar="DIR", help="Where records live.  [default: see `fitune cache dir`]"),
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout instead of a table.")]
+MeasurerName = Annotated[
+    str,
+    typer.Option(
+        "--measurer",
+        metavar="auto|gpu|recording[:FILE]",
+        help="Who measures. auto: this machine's GPU, else the shipped recording.",
+    ),
+]
+Seed = Annotated[int, typer.Option("--seed", metavar="S", min=0, help="Seed of sampler, routing and data.")]
+
+
+def store_path(given: Path | None) -> Path:
+    """The store directory a command works on."""
+    from fitune.settings import data_directory
+
+    return given if given is not None else data_directory()

@@ -1,0 +1,243 @@
+"""Tables for the terminal, from plain data to rich renderables."""
+
+from __future__ import annotations
+
+import io
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Final
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fitune.cells import Cell, grid_of
+from fitune.tactic import GemmTactic, Tactic
+
+if TYPE_CHECKING:
+    from fitune.diff import DiffReport, DiffRow, Regret
+
+FULL_TEXT_WIDTH: Final = 160
+STATE_STYLES: Final[dict[str, str]] = {"tuned": "green", "tie": "cyan", "default": "dim", "stale": "yellow"}
+COMPACT_LEGEND: Final = (
+    "gemm: block_n x block_k / group_m / warps / stages / loop, t: TMA loads, x: operands swapped. "
+    "fused: gather, activation, finalize."
+)
+
+
+def microseconds(value_us: float | None) -> str:
+    """Four significant digits: 45.31, 512.3, 1180."""
+    if value_us is None:
+        return "-"
+    decimals = 2 if value_us < 100 else 1 if value_us < 1000 else 0
+    return f"{value_us:.{decimals}f}"
+
+
+def signed_percent(ratio: float | None) -> str:
+    """A share as signed percent: -0.187 -> -18.7%."""
+    return "-" if ratio is None else f"{100.0 * ratio:+.1f}%"
+
+
+def compact_gemm(gemm: GemmTactic) -> str:
+    """A GEMM tactic in at most 23 columns: `256x64/g8/w4/s5/p1f/t`."""
+    sizes = f"{gemm.block_n}x{gemm.block_k}/g{gemm.group_m}/w{gemm.num_warps}/s{gemm.num_stages}"
+    loop = "grid" if gemm.schedule == "grid" else f"p{gemm.programs_per_sm}{'f' if gemm.flatten else ''}"
+    flags = f"{'t' if gemm.loads == 'tma' else ''}{'x' if gemm.swap_ab else ''}"
+    return f"{sizes}/{loop}{'/' + flags if flags else ''}"
+
+
+def fused_letters(tactic: Tactic) -> str:
+    """Which of gather, activation and finalize are fused into a GEMM: `ga-`."""
+    places = (("g", tactic.gather), ("a", tactic.activation), ("f", tactic.finalize))
+    return "".join(letter if place == "fused" else "-" for letter, place in places)
+
+
+def plain_table(*columns: tuple[str, str], title: str = "") -> Table:
+    """A table without lines. Columns are (heading, `left` or `right`); nothing wraps."""
+    table = Table(
+        box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", title=title or None,
+        title_justify="left", title_style="bold",
+    )  # fmt: skip
+    for heading, side in columns:
+        table.add_column(heading, justify="right" if side == "right" else "left", no_wrap=True)
+    return table
+
+
+def print_table(table: Table, console: Console) -> None:
+    """Print a table; where nobody sees the padding, without trailing spaces."""
+    if console.is_terminal:
+        console.print(table)
+        return
+    with console.capture() as captured:
+        console.print(table)
+    console.file.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+
+
+def print_cells(cells: Sequence[Cell], console: Console) -> None:
+    """One line a cell, one table a layer; the full tactic text where the terminal has room for it."""
+    full = console.width >= FULL_TEXT_WIDTH
+    for number, (grid, members) in enumerate(groupby(cells, key=lambda cell: grid_of(cell.key.layer))):
+        if number:
+            console.print()
+        console.print(Text(f"{grid[0]}: {', '.join(grid[1:])}", style="bold"), soft_wrap=True)
+        print_table(_full_table(list(members)) if full else _compact_table(list(members)), console)
+    if cells and not full:
+        console.print(Text(COMPACT_LEGEND, style="dim"))
+    reasons = {cell.stale_because: None for cell in cells if cell.stale_because}
+    for reason in reasons:
+        console.print(Text(f"stale: {reason}", style="yellow"))
+
+
+def _time_cells(cell: Cell) -> tuple[str, str, Text, Text]:
+    measurement = cell.measurement
+    interval = f"{100.0 * measurement.relative_halfwidth:.1f}%" if measurement else "-"
+    ratio = cell.against_default
+    style = "green" if ratio is not None and ratio < -cell.decision.noise else ""
+    return (
+        microseconds(measurement.median_us if measurement else None),
+        interval,
+        Text(signed_percent(ratio), style=style),
+        Text(cell.state, style=STATE_STYLES[cell.state]),
+    )
+
+
+def _compact_table(cells: Sequence[Cell]) -> Table:
+    table = plain_table(
+        ("tokens", "right"), ("EP", "left"), ("µs", "right"), ("±", "right"), ("vs def", "right"), ("state", "left"),
+        ("tile", "right"), ("gemm1", "left"), ("gemm2", "left"), ("fused", "left"),
+    )  # fmt: skip
+    for cell in cells:
+        tactic = cell.decision.chosen
+        tile = str(tactic.tile_size) if tactic.family == "tile" else tactic.family
+        gemms = compact_gemm(tactic.gemm1), compact_gemm(tactic.gemm2)
+        ep = cell.key.layer.ep_label
+        table.add_row(str(cell.tokens), ep, *_time_cells(cell), tile, *gemms, fused_letters(tactic))
+    return table
+
+
+def _full_table(cells: Sequence[Cell]) -> Table:
+    table = plain_table(
+        ("tokens", "right"), ("EP", "left"), ("µs", "right"), ("±", "right"), ("default µs", "right"),
+        ("vs def", "right"), ("state", "left"), ("tactic", "left"),
+    )  # fmt: skip
+    for cell in cells:
+        time, interval, ratio, state = _time_cells(cell)
+        default = microseconds(cell.decision.default_us)
+        ep = cell.key.layer.ep_label
+        table.add_row(str(cell.tokens), ep, time, interval, default, ratio, state, str(cell.decision.chosen))
+    return table
+
+
+VERDICT_STYLES: Final[dict[str, str]] = {"real": "bold red", "tie": "cyan", "undecided": "yellow", "same": "dim"}
+SOURCE_MARKS: Final[dict[str, str]] = {"composed": "~", "predicted": "?"}
+SAME: Final = "same"
+MAX_LABEL: Final = 8
+_INDENT: Final = 7
+_HEADING: Final = f"{'tokens':>6} {'verdict':<14} {'on other':>8} {'side':<8} tile {'gemm1':<23} {'gemm2':<23} fused"
+_DIFFERENT: Final = "bold"
+
+
+def print_diff(report: DiffReport, console: Console, *, all_rows: bool = False) -> None:
+    """Rows that differ (or all): both tactics with their costs on the other side's problem, the cause in words.
+
+    "on other" is what this line's tactic costs on the other side's problem against the choice made there.
+    """
+    names = report.label_a, report.label_b
+    if max(map(len, names)) > MAX_LABEL:
+        names = "A", "B"
+    told = [label if label == name else f"{name} = {label}" for label, name in zip(_labels(report), names, strict=True)]
+    console.print(Text(f"{' against '.join(told)}, aligned by {report.align}", style="bold"), soft_wrap=True)
+    shown = [row for row in report.rows if all_rows or row.verdict != SAME]
+    if shown:
+        console.print(Text(_HEADING, style="bold"), soft_wrap=True)
+    shown.sort(key=_local_experts, reverse=True)
+    groups = [(ep, list(rows)) for ep, rows in groupby(shown, key=_row_ep)]
+    for ep, rows in groups:
+        if len(groups) > 1:
+            console.print(Text(ep, style="bold"))
+        for row in rows:
+            _print_diff_row(row, names, console)
+    console.print(Text(f"{report.sentence()}.", style="bold"), soft_wrap=not console.is_terminal)
+    if shown:
+        console.print(Text(COMPACT_LEGEND, style="dim"))
+
+
+def _local_experts(row: DiffRow) -> int:
+    key = row.key_a or row.key_b
+    return key.layer.local_experts if key is not None else 0
+
+
+def _row_ep(row: DiffRow) -> str:
+    """Which EP size a row is about; both where its sides differ in it."""
+    labels = dict.fromkeys(key.layer.ep_label for key in (row.key_a, row.key_b) if key is not None)
+    return " against ".join(labels)
+
+
+def _labels(report: DiffReport) -> tuple[str, str]:
+    return report.label_a, report.label_b
+
+
+def _print_diff_row(row: DiffRow, names: tuple[str, str], console: Console) -> None:
+    sides = [
+        (name, tactic, regret)
+        for name, tactic, regret in (
+            (names[0], row.tactic_a, row.regret_a_on_b),
+            (names[1], row.tactic_b, row.regret_b_on_a),
+        )
+        if tactic is not None
+    ]
+    if row.verdict == SAME:
+        sides = [("both", sides[0][1], sides[0][2])]
+    lines = [compact_tactic(tactic) for _, tactic, _ in sides]
+    text = Text()
+    for number, (name, _, regret) in enumerate(sides):
+        head = f"{row.num_tokens:>6} " if number == 0 else f"{'':>6} "
+        text.append(head)
+        text.append(f"{row.verdict if number == 0 else '':<14} ", style=VERDICT_STYLES.get(row.verdict, "magenta"))
+        text.append(f"{regret_text(regret) if row.differs else '':>8} {name:<8} ")
+        text.append(_highlighted(lines[number], lines[1 - number] if len(lines) == 2 else lines[number]))
+        text.append("\n")
+    if row.verdict != SAME:
+        width = max(40, console.width - _INDENT)
+        for part in textwrap.wrap(row.sentence, width, break_long_words=False, break_on_hyphens=False):
+            text.append(f"{' ' * _INDENT}{part}\n", style="dim")
+    text.rstrip()
+    console.print(text, soft_wrap=True)
+
+
+def compact_tactic(tactic: Tactic) -> str:
+    """A tactic in columns of fixed width: tile, gemm1, gemm2, what is fused."""
+    tile = str(tactic.tile_size) if tactic.family == "tile" else tactic.family
+    return f"{tile:>4} {compact_gemm(tactic.gemm1):<23} {compact_gemm(tactic.gemm2):<23} {fused_letters(tactic)}"
+
+
+def _highlighted(line: str, other: str) -> Text:
+    """A compact tactic with the pieces that differ from the other one's standing out."""
+    text = Text()
+    theirs = re.split(r"([/ ]+)", other)
+    for place, piece in enumerate(re.split(r"([/ ]+)", line)):
+        same = place < len(theirs) and piece == theirs[place]
+        text.append(piece, style="" if same or not piece.strip(" /") else _DIFFERENT)
+    return text
+
+
+def regret_text(regret: Regret) -> str:
+    """A regret in at most 8 columns: `+3.1%`, with ~ where it is a sum of stages and ? where it is an estimate."""
+    return f"{signed_percent(regret.ratio)}{SOURCE_MARKS.get(regret.source, '')}"
+
+
+def picture(draw: Callable[[Console], None], title: str, width: int = 100) -> str:
+    """What `draw` prints on a terminal of `width` columns, as an SVG document."""
+    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, highlight=False)
+    draw(console)
+    return console.export_svg(title=title)
+
+
+def plain_text(draw: Callable[[Console], None], width: int = 100) -> str:
+    """What `draw` prints on a terminal of `width` columns, without colour."""
+    console = Console(width=width, file=io.StringIO(), color_system=None, highlight=False)
+    draw(console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
