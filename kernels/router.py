@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Routers: from logits [N, E] to the weights and ids of each token's experts.
 
 Experts are chosen one after another by the largest key; among equal keys the lowest id goes first, so the result is

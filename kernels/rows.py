@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Memory-bound kernels around the GEMMs: gather rows, SwiGLU, weighted sum of each token's slots, cast, zero.
 
 Kernels whose number of rows is known only on the device (`permute_rows`, `swiglu`) run a fixed number of programs

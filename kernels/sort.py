@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Slot sort: groups the (token, expert) slots of local experts and lays tiles over each expert's rows.
 
 Rows are ordered by local expert, then by slot, without padding between experts, so the order does not depend on the
@@ -21,7 +20,7 @@ from fitune.kernels.launch import Launcher, run
 
 SLOTS_PER_BLOCK: Final = 1024
 _SMALL_BLOCK: Final = 128
-_MAX_PROGRAMS: Final = 256
+MAX_PROGRAMS: Final = 256
 _RUNTIME_INTS: Final = ["stride_n", "stride_k", "top_k", "num_slots", "offset", "num_local"]
 
 
@@ -244,7 +243,7 @@ def sort_slots(
     block = _SMALL_BLOCK if num_slots <= _SMALL_BLOCK else SLOTS_PER_BLOCK
     num_warps = 4 if block == _SMALL_BLOCK else 8
     num_blocks = 1 if single else triton.cdiv(num_slots, block)
-    blocks_per_program = triton.cdiv(num_blocks, _MAX_PROGRAMS)
+    blocks_per_program = triton.cdiv(num_blocks, MAX_PROGRAMS)
     if not single:
         meta = {"LOCAL_PAD": local_pad, "BLOCK": block, "num_warps": num_warps}
         launch(count_kernel, (num_blocks,), (topk_ids, block_counts, *ids), meta)
