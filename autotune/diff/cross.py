@@ -97,8 +97,19 @@ def same_code(a: Environment | None, b: Environment | None) -> bool:
     return all(x == y or not x or not y for x, y in ((a.kernels, b.kernels), (a.triton, b.triton)))
 
 
-def judge(time: Span, reference: Span, band: float, source: Source, interleaved: bool) -> Regret:
-    """Compare two times: a tie where intervals overlap or the gap is within the band."""
+def surely(band: float, finalists: int) -> float:
+    """The gap to the fastest of several finalists that is beyond chance.
+
+    `band` bounds what one pair of equal tactics differs by in 95 of 100 runs. A choice was the fastest of many and so
+    flattered by chance: each of its `finalists - 1` comparisons gets its share of the 5 in 100.
+    """
+    comparisons = max(1, finalists - 1)
+    normal = statistics.NormalDist()
+    return band * normal.inv_cdf(1.0 - 0.025 / comparisons) / normal.inv_cdf(0.975)
+
+
+def judge(time: Span, reference: Span, band: float, source: Source, interleaved: bool, finalists: int = 2) -> Regret:
+    """Compare two times: a tie where intervals overlap or the gap is within the band, unclear just beyond it."""
     ratio = time.median_us / reference.median_us - 1.0
     low = time.low_us / reference.high_us - 1.0
     high = time.high_us / reference.low_us - 1.0
@@ -107,6 +118,8 @@ def judge(time: Span, reference: Span, band: float, source: Source, interleaved:
         judgement = "tie"
     elif low <= 0.0 <= high:
         judgement = "tie" if max(-low, high) <= WIDE else "unclear"
+    elif abs(ratio) <= surely(band, finalists):
+        judgement = "unclear"
     else:
         judgement = "slower" if ratio > 0.0 else "faster"
     return Regret(source, judgement, ratio, low, high, band, time.median_us, reference.median_us, interleaved)
@@ -121,7 +134,8 @@ def _measured(tactic: Tactic, host: Cell) -> Regret | None:
     decision = host.decision
     mine, chosen = decision.member(tactic), decision.member(host.tactic)
     if mine is not None and chosen is not None and _took_turns(mine.measurement, chosen.measurement):
-        found = judge(Span.of(mine.measurement), Span.of(chosen.measurement), decision.noise, "measured", True)
+        spans = Span.of(mine.measurement), Span.of(chosen.measurement)
+        found = judge(*spans, decision.noise, "measured", True, len(decision.members))
         return replace(found, judgement="tie") if mine.tied and chosen.tied else found
     for reference in _layer_times(host, host.tactic):
         for time in _layer_times(host, tactic):

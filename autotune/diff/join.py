@@ -29,8 +29,9 @@ def join(keys_a: Iterable[Key], keys_b: Iterable[Key], align: Align) -> list[Joi
     """Pair the keys of two sides, layer by layer, sorted by layer and load.
 
     `tokens` compares equal token counts. `rows` compares equal expected rows per expert, which differs from the
-    former only where num_experts, top_k or the dispatch do. A point the other side has not tuned is compared with
-    the point its look-up would land on; where that is none, it has no partner.
+    former only where num_experts, top_k or the dispatch do; there, layers of another dtype may meet as well. A point
+    that the other side has not tuned is compared with the point its look-up would land on; where that is none, it
+    has no partner.
     """
     points_a, points_b = _points(keys_a), _points(keys_b)
     partners = _match_layers(list(points_a), list(points_b), align)
@@ -44,13 +45,14 @@ def join(keys_a: Iterable[Key], keys_b: Iterable[Key], align: Align) -> list[Joi
     for layer, points in points_b.items():
         if layer not in matched_b:
             rows += [Joined(None, Key(layer, point), point) for point in points]
-    return sorted(rows, key=_order)
+    home = {layer_b: layer_a for layer_a, layer_b in partners}
 
+    def order(row: Joined) -> tuple[LayerKey, int, bool]:
+        key = row.key_a or row.key_b
+        assert key is not None
+        return home.get(key.layer, key.layer) if row.key_a is None else key.layer, row.tokens, row.key_a is None
 
-def _order(row: Joined) -> tuple[LayerKey, int, bool]:
-    key = row.key_a or row.key_b
-    assert key is not None
-    return key.layer, row.tokens, row.key_a is None
+    return sorted(rows, key=order)
 
 
 def _points(keys: Iterable[Key]) -> dict[LayerKey, list[int]]:
@@ -95,21 +97,16 @@ def _single_ep(layers: Sequence[LayerKey]) -> set[LayerKey]:
 
 def _difference(a: LayerKey, b: LayerKey, align: Align, single: set[LayerKey]) -> tuple[int, ...] | None:
     """How far two layers are apart; None where they are not to be compared."""
-    if (a.hidden_size, a.intermediate_size, a.dtype, a.activation) != (
-        b.hidden_size,
-        b.intermediate_size,
-        b.dtype,
-        b.activation,
-    ):
+    if (a.hidden_size, a.intermediate_size, a.activation) != (b.hidden_size, b.intermediate_size, b.activation):
         return None
-    same_experts = (a.num_experts, a.top_k) == (b.num_experts, b.top_k)
-    if not same_experts and align == "tokens":
+    same_layer = (a.num_experts, a.top_k, a.dtype) == (b.num_experts, b.top_k, b.dtype)
+    if not same_layer and align == "tokens":
         return None
     same_local = a.local_experts == b.local_experts
-    if same_experts and not same_local and _family(a) not in single:
+    if same_layer and not same_local and _family(a) not in single:
         return None
     return (
-        int(not same_experts),
+        int(not same_layer),
         int(not same_local),
         int(a.dispatch != b.dispatch),
         int(a.routing != b.routing),

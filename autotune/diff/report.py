@@ -108,11 +108,11 @@ class DiffReport:
     def sentence(self) -> str:
         """The whole diff in plain words."""
         compared = [row for row in self.rows if row.key_a is not None and row.key_b is not None]
-        if not compared:
-            return f"{self.label_a} and {self.label_b} have no load in common"
-        differing = self.differing
-        text = f"{self.label_a} and {self.label_b} chose differently in {len(differing)} of {len(compared)} rows"
-        counts = self.counts
+        both, counts = f"{self.label_a} and {self.label_b}", self.counts
+        if compared:
+            text = f"{both} chose differently in {len(self.differing)} of {len(compared)} rows"
+        else:
+            text = f"{both} have no load in common"
         found = [f"{counts[verdict]} {_WORDS[verdict]}" for verdict in _WORDS if verdict in counts]
         if found:
             text += f": {', '.join(found)}"

@@ -53,7 +53,7 @@ def _missing(pair: Pair) -> tuple[str, Probe]:
         return f"two tunes of one problem disagree by more than noise ({', '.join(known)})", "A/A test"
     if any(regret.source == "composed" for regret, _, _ in ways):
         return f"sums of stage times are too coarse to tell ({', '.join(known)})", "swap test"
-    return f"the intervals are too wide to tell ({', '.join(known)})", "A/A test"
+    return f"the times are too close to their noise to tell ({', '.join(known)})", "A/A test"
 
 
 def _timed(regret: Regret) -> bool:

@@ -31,7 +31,7 @@ def tuned(make: SimpleNamespace, label: str, tuner: Any, keys: Any) -> Side:
 
 @pytest.mark.parametrize("noise", [0.002, 0.01, 0.04])
 def test_two_tunes_of_the_same_keys_are_never_really_different(make: SimpleNamespace, noise: float) -> None:
-    keys = [make.key(tokens, experts) for tokens in TOKENS for experts in (256, 16)]
+    keys = [make.key(tokens, experts) for tokens, experts in zip(TOKENS, (256, 16, 256, 16), strict=True)]
     differing = ties = 0
     for seed in range(4):
         a = tuned(make, "A", make.Tuner(2 * seed, noise, stages=2000), keys)
@@ -42,7 +42,7 @@ def test_two_tunes_of_the_same_keys_are_never_really_different(make: SimpleNames
         differing += len(report.differing)
         ties += report.counts.get(Verdict.TIE, 0)
     if noise >= 0.01:
-        assert differing >= 10
+        assert differing >= 8
     assert ties >= 0.95 * differing
 
 
@@ -79,7 +79,7 @@ def test_equal_devices_under_two_names_are_not_really_different(make: SimpleName
     """The truth is the same on both sides, but nothing but the times can tell: no false `real` from chance alone."""
     keys = [make.key(tokens) for tokens in TOKENS]
     false_real = rows = 0
-    for seed in range(5):
+    for seed in range(4):
         a = tuned(make, "A", make.Tuner(100 + seed, 0.01, stages=2000), keys)
         b = tuned(make, "B", make.Tuner(200 + seed, 0.01, stages=2000), keys)
         renamed = {}
@@ -92,7 +92,7 @@ def test_equal_devices_under_two_names_are_not_really_different(make: SimpleName
         report = diff_sides(a, replace(b, decisions=renamed, records=records))
         false_real += report.counts.get(Verdict.REAL, 0)
         rows += len(report.rows)
-    assert rows == 20
+    assert rows == 16
     assert false_real == 0
 
 
