@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+
+def whole_number(least: int) -> Callable[[object], int]:
+    """A reader of one whole number; its refusal names the value."""
+
+    def read(text: object) -> int:
+        if not re.fullmatch(r"[0-9]{1,18}", str(text)) or int(str(text)) < least:
+            raise typer.BadParameter(f"{text!r} is not a whole number of {least} or more")
+        return int(str(text))
+
+    return read
+
 
 Model = Annotated[str | None, typer.Option("--model", metavar="NAME", help="A known model, such as deepseek-v3.")]
 ModelConfig = Annotated[
@@ -20,7 +34,8 @@ LocalExperts = Annotated[
     str | None, typer.Option("--local-experts", metavar="LIST", help="Experts a rank holds, instead of --ep.")
 ]
 Redundant = Annotated[
-    int, typer.Option("--redundant", metavar="R", min=0, help="Replicated experts beside the model's own.")
+    int,
+    typer.Option("--redundant", metavar="R", parser=whole_number(0), help="Replicated experts beside the model's own."),
 ]
 Tokens = Annotated[
     str | None,
@@ -50,7 +65,9 @@ MeasurerName = Annotated[
         help="Who measures. auto: this machine's GPU, else the shipped recording.",
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", metavar="S", min=0, help="Seed of sampler, routing and data.")]
+Seed = Annotated[
+    int, typer.Option("--seed", metavar="S", parser=whole_number(0), help="Seed of sampler, routing and data.")
+]
 
 
 def store_path(given: Path | None) -> Path:

@@ -51,7 +51,13 @@ def search(
         str | None, typer.Option("--budget", metavar="TIME", help="Stop after this long: 90s, 10m, 1h30m.")
     ] = None,
     trials: Annotated[
-        int | None, typer.Option("--trials", metavar="N", min=1, help="Measure at most N candidates per key and GEMM.")
+        int | None,
+        typer.Option(
+            "--trials",
+            metavar="N",
+            parser=options.whole_number(1),
+            help="Measure at most N candidates per key and GEMM.",
+        ),
     ] = None,
     seed: options.Seed = 0,
     sampler: Annotated[

@@ -73,7 +73,9 @@ def space(
     ] = "sm_90",
     stage: Annotated[str | None, typer.Option("--stage", metavar="gemm1|gemm2", help="Only this GEMM.")] = None,
     compile: Annotated[bool, typer.Option("--compile", help="Compile ahead of time and report resources.")] = False,
-    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Compile at most N a GEMM.")] = 24,
+    limit: Annotated[
+        int, typer.Option("--limit", metavar="N", parser=options.whole_number(1), help="Compile at most N a GEMM.")
+    ] = 24,
     json: options.Json = False,
 ) -> None:
     """Count the tactic space of a problem: candidates, rejected by which rule, legal per tile_size.

@@ -56,11 +56,14 @@ def verify(
     dispatch: options.DispatchKind = "all_gather",
     seed: Annotated[
         int | None,
-        typer.Option("--seed", metavar="S", min=0, help="Seed of the fresh input.  [default: from the clock]"),
+        typer.Option(
+            "--seed",
+            metavar="S",
+            parser=options.whole_number(0),
+            help="Seed of the fresh input.  [default: from the clock]",
+        ),
     ] = None,
-    bound: Annotated[
-        float, typer.Option("--bound", metavar="X", min=0, help="Largest absolute error allowed.")
-    ] = MAX_ABS,
+    bound: Annotated[float, typer.Option("--bound", metavar="X", help="Largest absolute error allowed.")] = MAX_ABS,
     json: options.Json = False,
 ) -> None:
     """Run tactics on fresh random input and compare with a float32 reference; exit 1 when one is wrong.

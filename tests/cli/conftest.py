@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -53,14 +50,6 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         return Result(code, captured.out, captured.err)
 
     return call
-
-
-def process(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command line in a process of its own."""
-    command = [sys.executable, "-c", "import sys; from fitune.cli import main; sys.exit(main())", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environment}
-    )
 
 
 def environment(kernels: str | None = None, device: str = TARGET.device) -> Environment:
@@ -115,8 +104,6 @@ def records_of(problem: Problem, taken_in: Environment) -> list[Record]:
 
 
 def recording(device: str = TARGET.device) -> Recording:
-    from dataclasses import replace
-
     taken_in = environment(device=device)
     records = [record for problem in problems() for record in records_of(problem, taken_in)]
     return Recording(replace(TARGET, device=device), "invented", "", {taken_in.id: taken_in}, tuple(records))
@@ -129,17 +116,35 @@ def recording_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def search_arguments(recording_file: Path, store: Path) -> Sequence[object]:
-    tokens = ",".join(map(str, TOKENS))
-    return (
-        "search", "--model", "deepseek-v3", "--ep", "1,8", "--tokens", tokens, "--store", store,
-        "--measurer", f"recording:{recording_file}",
-    )  # fmt: skip
+@pytest.fixture(scope="session")
+def other_device() -> Recording:
+    """The same times, said to be another chip's."""
+    return recording(device="NVIDIA Other")
 
 
 @pytest.fixture(scope="session")
-def tuned(recording_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store tuned on the recording."""
+def search_line() -> Callable[[Path, Path], list[object]]:
+    """The arguments of a search of everything a recording file holds."""
+
+    def line(recording_file: Path, store: Path) -> list[object]:
+        tokens = ",".join(map(str, TOKENS))
+        layer: list[object] = ["search", "--model", "deepseek-v3", "--ep", "1,8", "--tokens", tokens]
+        return [*layer, "--store", store, "--measurer", f"recording:{recording_file}"]
+
+    return line
+
+
+@pytest.fixture(scope="session")
+def tuned(
+    recording_file: Path, search_line: Callable[[Path, Path], list[object]], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A store tuned on the recording; tests that change it work on a copy."""
     store = tmp_path_factory.mktemp("stores") / "tuned"
-    assert main([str(argument) for argument in search_arguments(recording_file, store)]) == 0
+    assert main([str(argument) for argument in search_line(recording_file, store)]) == 0
     return store
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a GPU, whatever this one has."""
+    monkeypatch.setattr("fitune.measure.choose.why_no_gpu", lambda: "torch sees no CUDA or HIP device")
