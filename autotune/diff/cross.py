@@ -78,11 +78,14 @@ class Span:
         return Span(median, median - below, median + above)
 
 
-def regret(tactic: Tactic, host: Cell) -> Regret:
-    """The cost of using `tactic` on the host's problem instead of the host's own choice."""
+def regret(guest: Cell, host: Cell) -> Regret:
+    """The cost of using the guest's tactic on the host's problem instead of the host's own choice."""
+    tactic = guest.tactic
     if tactic == host.tactic:
         return IDENTICAL
-    return _measured(tactic, host) or _composed(tactic, host) or _predicted(tactic, host) or NO_REGRET
+    return (
+        _measured(tactic, host) or _composed(tactic, host, _sorts(guest, host)) or _predicted(tactic, host) or NO_REGRET
+    )
 
 
 def same_regime(a: Regime, b: Regime) -> bool:
@@ -168,13 +171,12 @@ def _usable(host: Cell, tactic: Tactic | Stage) -> Sequence[Record]:
     ]
 
 
-def _composed(tactic: Tactic, host: Cell) -> Regret | None:
+def _composed(tactic: Tactic, host: Cell, sorts: Sorts) -> Regret | None:
     """Sums of stage times, judged twice: against the host's own sum, and against its whole-layer time.
 
     The host's stages won because they were seen fast, partly by luck, so that their sum flatters them; its final
     time does not, but holds what a sum leaves out. Only where both agree is anything claimed.
     """
-    sorts = _sort_times(host)
     for regime in _stage_regimes(host):
         if (tactic.family, tactic.tile_size) == (host.tactic.family, host.tactic.tile_size):
             time, reference = _sum(tactic, host, regime, sorts), _sum(host.tactic, host, regime, sorts)
@@ -242,6 +244,13 @@ def _stage_span(stage: Stage, host: Cell, regime: Regime) -> Span | None:
         if record.measurement is not None and same_regime(record.measurement.regime, regime):
             return Span.of(record.measurement)
     return None
+
+
+def _sorts(guest: Cell, host: Cell) -> Sorts:
+    """Sort times on the host's key; those it lacks from the guest's where that sorts as many slots on one device."""
+    a, b = guest.key, host.key
+    alike = (a.num_tokens, a.layer.top_k, a.layer.device) == (b.num_tokens, b.layer.top_k, b.layer.device)
+    return {**_sort_times(guest), **_sort_times(host)} if alike else _sort_times(host)
 
 
 def _sort_times(host: Cell) -> Sorts:

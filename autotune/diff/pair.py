@@ -28,12 +28,12 @@ class Pair:
     @cached_property
     def a_on_b(self) -> Regret:
         """What using A's tactic for B's problem costs."""
-        return regret(self.a.tactic, self.b)
+        return regret(self.a, self.b)
 
     @cached_property
     def b_on_a(self) -> Regret:
         """What using B's tactic for A's problem costs."""
-        return regret(self.b.tactic, self.a)
+        return regret(self.b, self.a)
 
     def both_ways(self) -> Iterator[tuple[Cell, Cell]]:
         """(whose tactic, on whose problem): A's on B first, then B's on A."""

@@ -353,6 +353,29 @@ def test_tie_by_stage_times(make: SimpleNamespace) -> None:
     assert row.regret_b_on_a.reference_us == pytest.approx(1000.0)
 
 
+@pytest.mark.parametrize(("extra_us", "verdict"), [(5.0, Verdict.TIE), (200.0, Verdict.REAL)])
+def test_the_sort_is_part_of_a_sum(make: SimpleNamespace, extra_us: float, verdict: Verdict) -> None:
+    """Both GEMMs are equal on EP 1; only the slot sort of the other tile size tells them apart."""
+    a, b = composed_sides(make, 0.0, 0.0)
+    (at,) = a.decisions
+    sorted_by = make.tried(at, replace(make.SMALL, gather="permute"), 3000.0, parts_us=(("sort", 10.0 + extra_us),))
+    assert only_row(replace(a, records=(*a.records, sorted_by)), b).verdict is verdict
+
+
+def test_a_result_composed_of_recorded_parts_is_weaker_evidence_not_another_regime(make: SimpleNamespace) -> None:
+    a, b = composed_sides(make, 0.01, 0.01)
+    composed = replace(make.REGIME, execution="composed", interleaved=False)
+    ((at, decision),) = b.decisions.items()
+    members = (
+        replace(decision.members[0], measurement=make.time(100.0, regime=composed)),
+        replace(decision.members[0], tactic=make.LARGE, measurement=make.time(150.0, regime=composed), tied=False),
+    )
+    row = only_row(a, replace(b, decisions={at: replace(decision, members=members)}))
+    assert row.verdict is Verdict.TIE
+    assert row.regret_a_on_b.source == "composed"
+    assert any("sum of recorded parts" in note for note in row.unchecked)
+
+
 def test_two_tunes_in_opposite_order(make: SimpleNamespace) -> None:
     times = [(make.SMALL, 100.0), (make.LARGE, 103.0)]
     row = only_row(
