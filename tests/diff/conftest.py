@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fitune import space
 from fitune.cost import predict_us
-from fitune.diff import Side
+from fitune.diff import DiffRow, Side, diff_sides
 from fitune.problem import Key, LayerKey, LayerShape, Problem, key_of
 from fitune.record import Decision, Measurement, Member, Record, Regime, Status
 from fitune.tactic import STAGES, Stage, Tactic, parse_tactic
@@ -165,6 +165,33 @@ class Tuner:
         return Decision(at, chosen, made, chosen, best.median_us, band, "", self.environment.id, self.run, 0.0)
 
 
+def only_row(a: Any, b: Any, align: Any = "tokens") -> DiffRow:
+    (row,) = diff_sides(a, b, align).rows
+    return row
+
+
+def stage_times(at: Any, tactic: Tactic, first: float, second: float, **more: Any) -> list[Any]:
+    return [tried(at, tactic.stage(name), us, **more) for name, us in zip(STAGES, (first, second), strict=True)]
+
+
+def two_ep(ab: float, ba: float, **more: Any) -> tuple[Any, Any]:
+    """EP 1 chose LARGE, EP 16 chose SMALL; `ab` is what LARGE costs EP 16, `ba` what SMALL costs EP 1."""
+    one, sixteen = key(2048, 256), key(2048, 16)
+    a = side("EP 1", [decided(one, [(LARGE, 1000.0), (SMALL, 1000.0 * (1 + ba))], **more)])
+    b = side("EP 16", [decided(sixteen, [(SMALL, 100.0), (LARGE, 100.0 * (1 + ab))], **more)])
+    return a, b
+
+
+def composed_sides(ab: float, ba: float) -> tuple[Any, Any]:
+    one, sixteen = key(2048, 256), key(2048, 16)
+    sort = (("sort", 10.0),)
+    home_a = stage_times(one, LARGE, 600.0, 390.0) + stage_times(one, SMALL, 600.0 + 1000.0 * ba, 390.0)
+    home_b = stage_times(sixteen, SMALL, 60.0, 30.0) + stage_times(sixteen, LARGE, 60.0, 30.0 + 100.0 * ab)
+    a = side("EP 1", [decided(one, [(LARGE, 1000.0)], parts_us=sort)], home_a)
+    b = side("EP 16", [decided(sixteen, [(SMALL, 100.0)], parts_us=sort)], home_b)
+    return a, b
+
+
 @pytest.fixture
 def make() -> SimpleNamespace:
     """Everything above, so that tests need no import of this file."""
@@ -182,5 +209,8 @@ def make() -> SimpleNamespace:
         decided=decided,
         tried=tried,
         side=side,
-        inf=math.inf,
+        only_row=only_row,
+        stage_times=stage_times,
+        two_ep=two_ep,
+        composed_sides=composed_sides,
     )

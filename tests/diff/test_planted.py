@@ -10,39 +10,17 @@ import pytest
 
 from fitune import space
 from fitune.diff import (
-    DiffRow,
     NotEnumerated,
     NotLegal,
     OtherBucket,
     OtherRegime,
     OtherRouting,
-    Real,
     Stale,
-    Tie,
-    Undecided,
     Verdict,
     diff_sides,
 )
 from fitune.record import Status
 from fitune.tactic import STAGES, Stage, Tactic, parse_tactic
-
-
-def only_row(a: Any, b: Any, align: Any = "tokens") -> DiffRow:
-    (row,) = diff_sides(a, b, align).rows
-    return row
-
-
-def stage_times(make: SimpleNamespace, at: Any, tactic: Tactic, first: float, second: float, **more: Any) -> list[Any]:
-    return [make.tried(at, tactic.stage(name), us, **more) for name, us in zip(STAGES, (first, second), strict=True)]
-
-
-def two_ep(make: SimpleNamespace, ab: float, ba: float, **more: Any) -> tuple[Any, Any]:
-    """EP 1 chose LARGE, EP 16 chose SMALL; `ab` is what LARGE costs EP 16, `ba` what SMALL costs EP 1."""
-    one, sixteen = make.key(2048, 256), make.key(2048, 16)
-    a = make.side("EP 1", [make.decided(one, [(make.LARGE, 1000.0), (make.SMALL, 1000.0 * (1 + ba))], **more)])
-    b = make.side("EP 16", [make.decided(sixteen, [(make.SMALL, 100.0), (make.LARGE, 100.0 * (1 + ab))], **more)])
-    return a, b
-
 
 # 1 not enumerated
 
@@ -52,7 +30,7 @@ def test_an_axis_that_lacks_the_winners_value(make: SimpleNamespace, swapped: bo
     odd = replace(make.SMALL, gemm1=replace(make.SMALL.gemm1, group_m=4))
     a = make.side("A", [make.decided(make.key(), [(odd, 100.0)])])
     b = make.side("B", [make.decided(make.key(), [(make.SMALL, 101.0)])])
-    row = only_row(b, a) if swapped else only_row(a, b)
+    row = make.only_row(b, a) if swapped else make.only_row(a, b)
     assert isinstance(row.evidence, NotEnumerated)
     (missing,) = row.evidence.missing
     assert (missing.lacking, missing.winner, missing.found_by) == ("B", "A", "space")
@@ -67,7 +45,7 @@ def test_a_pruning_rule_that_only_one_ep_size_meets(make: SimpleNamespace) -> No
     one, sixteen = make.key(4, 256), make.key(4, 16)
     assert not space.tactic_legality(gemv, sixteen.problem(), make.TARGET)
     small = space.default_tactic(one.problem(), make.TARGET)
-    row = only_row(
+    row = make.only_row(
         make.side("EP 1", [make.decided(one, [(small, 100.0)])]),
         make.side("EP 16", [make.decided(sixteen, [(gemv, 10.0)])]),
     )
@@ -91,7 +69,7 @@ def test_a_tile_size_that_an_older_space_had_lost(make: SimpleNamespace, origin:
     a = make.side("A", [make.decided(at, [(make.SMALL, 100.0)])], sampled(make, at, lambda _: True, 200, origin=origin))
     cut = sampled(make, at, lambda stage: stage.tile_size != 64, 200, origin=origin)
     b = make.side("B", [make.decided(at, [(make.LARGE, 105.0)])], cut)
-    row = only_row(a, b)
+    row = make.only_row(a, b)
     assert isinstance(row.evidence, NotEnumerated)
     assert {(missing.lacking, missing.found_by) for missing in row.evidence.missing} == {("B", "records")}
     assert "tile_size 64" in row.sentence
@@ -106,7 +84,7 @@ def test_a_pair_of_values_missing_from_an_exhaustive_sweep(make: SimpleNamespace
     full = sampled(make, at, lambda _: True, 2000, origin="exhaustive")
     a = make.side("A", [make.decided(at, [(make.SMALL, 100.0)])], full)
     b = make.side("B", [make.decided(at, [(make.LARGE, 105.0)])], sampled(make, at, allowed, 2000, origin="exhaustive"))
-    row = only_row(a, b)
+    row = make.only_row(a, b)
     assert row.verdict is Verdict.NOT_ENUMERATED
     assert "tile_size 64 with block_n 128" in row.sentence
 
@@ -115,7 +93,7 @@ def test_a_short_search_that_never_met_the_winner_proves_nothing(make: SimpleNam
     at = make.key()
     full = sampled(make, at, lambda _: True, 200)
     few = sampled(make, at, lambda stage: stage.tile_size != 64, 15)
-    row = only_row(
+    row = make.only_row(
         make.side("A", [make.decided(at, [(make.SMALL, 100.0)])], full),
         make.side("B", [make.decided(at, [(make.LARGE, 105.0)])], few),
     )
@@ -125,7 +103,7 @@ def test_a_short_search_that_never_met_the_winner_proves_nothing(make: SimpleNam
 def test_a_rejection_noted_by_the_run_itself(make: SimpleNamespace) -> None:
     at = make.key()
     note = make.tried(at, make.SMALL.stage("gemm1"), None, status=Status.REJECTED, error="padding: planted rule")
-    row = only_row(
+    row = make.only_row(
         make.side("A", [make.decided(at, [(make.SMALL, 100.0)])]),
         make.side("B", [make.decided(at, [(make.LARGE, 100.0)])], [note]),
     )
@@ -142,7 +120,7 @@ def test_a_rejection_noted_by_the_run_itself(make: SimpleNamespace) -> None:
 def test_a_stage_that_failed_on_the_other_side(make: SimpleNamespace, status: Status) -> None:
     one, sixteen = make.key(2048, 256), make.key(2048, 16)
     failed = make.tried(sixteen, make.LARGE.stage("gemm2"), None, status=status, error="planted failure")
-    row = only_row(
+    row = make.only_row(
         make.side("EP 1", [make.decided(one, [(make.LARGE, 1000.0)])]),
         make.side("EP 16", [make.decided(sixteen, [(make.SMALL, 100.0)])], [failed]),
     )
@@ -156,7 +134,7 @@ def test_too_much_shared_memory_for_the_other_chip(make: SimpleNamespace) -> Non
     ada = replace(make.ENVIRONMENT, device="NVIDIA L40S", arch="sm_89", num_sms=142)
     big = replace(make.LARGE, gemm1=replace(make.LARGE.gemm1, block_n=256, num_stages=4, loads="pointer"))
     fits = space.default_tactic(make.key().problem(), replace(make.TARGET, arch="sm_89", shared_bytes=101_376))
-    row = only_row(
+    row = make.only_row(
         make.side("H200", [make.decided(make.key(), [(big, 100.0)])]),
         make.side("L40S", [make.decided(make.key(device="NVIDIA L40S"), [(fits, 400.0)], environment=ada)], (), ada),
     )
@@ -165,11 +143,11 @@ def test_too_much_shared_memory_for_the_other_chip(make: SimpleNamespace) -> Non
 
 
 def test_a_failure_beside_a_success_is_no_cause(make: SimpleNamespace) -> None:
-    a, b = two_ep(make, 0.001, 0.001)
+    a, b = make.two_ep(0.001, 0.001)
     stage = make.LARGE.stage("gemm1")
     at = make.key(2048, 16)
     records = [make.tried(at, stage, None), make.tried(at, stage, 40.0)]
-    assert only_row(a, replace(b, records=tuple(records))).verdict is Verdict.TIE
+    assert make.only_row(a, replace(b, records=tuple(records))).verdict is Verdict.TIE
 
 
 # 3 other bucket
@@ -200,7 +178,7 @@ def test_a_capped_grid(make: SimpleNamespace) -> None:
 def test_dispatch_kinds_give_different_loads(make: SimpleNamespace) -> None:
     a = make.side("gather", [make.decided(make.key(1024, 16), [(make.LARGE, 100.0)])])
     b = make.side("all to all", [make.decided(make.key(1024, 16, dispatch="all_to_all"), [(make.SMALL, 90.0)])])
-    row = only_row(a, b)
+    row = make.only_row(a, b)
     assert isinstance(row.evidence, OtherBucket)
     assert row.evidence.b.expected_rows_per_expert > 2 * row.evidence.a.expected_rows_per_expert
 
@@ -211,7 +189,7 @@ def test_dispatch_kinds_give_different_loads(make: SimpleNamespace) -> None:
 @pytest.mark.parametrize(("field", "value"), [("kernels", "k2"), ("triton", "3.7.1"), ("driver", "580")])
 def test_other_code(make: SimpleNamespace, field: str, value: str) -> None:
     other = replace(make.ENVIRONMENT, **{field: value})
-    row = only_row(
+    row = make.only_row(
         make.side("A", [make.decided(make.key(), [(make.SMALL, 100.0), (make.LARGE, 110.0)])]),
         make.side(
             "B", [make.decided(make.key(), [(make.LARGE, 90.0), (make.SMALL, 100.0)], environment=other)], (), other
@@ -225,7 +203,7 @@ def test_other_code(make: SimpleNamespace, field: str, value: str) -> None:
 def test_unknown_versions_are_no_difference(make: SimpleNamespace) -> None:
     other = replace(make.ENVIRONMENT, driver="", triton="")
     times = [(make.SMALL, 100.0), (make.LARGE, 100.1)]
-    row = only_row(
+    row = make.only_row(
         make.side("A", [make.decided(make.key(), times, tied=[make.LARGE])]),
         make.side("B", [make.decided(make.key(), times[::-1], tied=[make.SMALL], environment=other)], (), other),
     )
@@ -239,7 +217,7 @@ def test_the_same_stage_compiled_to_another_binary(make: SimpleNamespace, local_
     times = [(make.SMALL, 100.0), (make.LARGE, 108.0)]
     a = make.side("A", [make.decided(one, times)], [make.tried(one, stage, 40.0, binary="aaaa")])
     b = make.side("B", [make.decided(other, times[::-1])], [make.tried(other, stage, 40.0, binary="bbbb")])
-    row = only_row(a, b)
+    row = make.only_row(a, b)
     assert isinstance(row.evidence, Stale)
     (found,) = row.evidence.binaries
     assert (found.tactic, found.a, found.b) == (stage, "aaaa", "bbbb")
@@ -250,7 +228,7 @@ def test_specialised_arguments_may_compile_differently(make: SimpleNamespace) ->
     one, other = make.key(2048, 256), make.key(2048, 8)
     a = make.side("A", [make.decided(one, [(make.SMALL, 100.0)])], [make.tried(one, stage, 40.0, binary="aaaa")])
     b = make.side("B", [make.decided(other, [(make.LARGE, 50.0)])], [make.tried(other, stage, 9.0, binary="bbbb")])
-    assert only_row(a, b).verdict is Verdict.UNDECIDED
+    assert make.only_row(a, b).verdict is Verdict.UNDECIDED
 
 
 # 5 other regime
@@ -262,7 +240,7 @@ def test_specialised_arguments_may_compile_differently(make: SimpleNamespace) ->
 def test_other_regime(make: SimpleNamespace, field: str, value: object) -> None:
     regime = replace(make.REGIME, **{field: value})
     times = [(make.SMALL, 100.0), (make.LARGE, 108.0)]
-    row = only_row(
+    row = make.only_row(
         make.side("A", [make.decided(make.key(), times)]),
         make.side("B", [make.decided(make.key(), times[::-1], regime=regime)]),
     )
@@ -274,11 +252,11 @@ def test_other_regime(make: SimpleNamespace, field: str, value: object) -> None:
 def test_other_clocks(make: SimpleNamespace) -> None:
     times = [(make.SMALL, 100.0), (make.LARGE, 108.0)]
     a = make.side("A", [make.decided(make.key(), times, sm_mhz=1965.0)])
-    row = only_row(a, make.side("B", [make.decided(make.key(), times[::-1], sm_mhz=1580.0)]))
+    row = make.only_row(a, make.side("B", [make.decided(make.key(), times[::-1], sm_mhz=1580.0)]))
     assert isinstance(row.evidence, OtherRegime)
     capped = replace(make.ENVIRONMENT, power_cap_w=450.0)
     free = replace(make.ENVIRONMENT, power_cap_w=700.0)
-    row = only_row(
+    row = make.only_row(
         make.side("A", [make.decided(make.key(), times, environment=free)], (), free),
         make.side("B", [make.decided(make.key(), times[::-1], environment=capped)], (), capped),
     )
@@ -287,9 +265,9 @@ def test_other_clocks(make: SimpleNamespace) -> None:
 
 
 def test_ep_sizes_draw_their_own_power(make: SimpleNamespace) -> None:
-    a, b = two_ep(make, 0.001, 0.001, sm_mhz=1965.0)
-    slow = two_ep(make, 0.001, 0.001, sm_mhz=1580.0)[1]
-    assert only_row(a, slow).verdict is only_row(a, b).verdict is Verdict.TIE
+    a, b = make.two_ep(0.001, 0.001, sm_mhz=1965.0)
+    slow = make.two_ep(0.001, 0.001, sm_mhz=1580.0)[1]
+    assert make.only_row(a, slow).verdict is make.only_row(a, b).verdict is Verdict.TIE
 
 
 # 6 other routing
@@ -299,197 +277,19 @@ def test_other_routing_profile(make: SimpleNamespace) -> None:
     times = [(make.SMALL, 100.0), (make.LARGE, 108.0)]
     a = make.side("A", [make.decided(make.key(), times)])
     skewed = replace(make.REGIME, routing="zipf:1.2")
-    row = only_row(a, make.side("B", [make.decided(make.key(routing="zipf:1.2"), times[::-1], regime=skewed)]))
+    row = make.only_row(a, make.side("B", [make.decided(make.key(routing="zipf:1.2"), times[::-1], regime=skewed)]))
     assert isinstance(row.evidence, OtherRouting)
     assert [(found.a, found.b) for found in row.evidence.fields] == [("random", "zipf:1.2")]
 
 
 def test_other_seed(make: SimpleNamespace) -> None:
     times = [(make.SMALL, 100.0), (make.LARGE, 108.0)]
-    row = only_row(
+    row = make.only_row(
         make.side("A", [make.decided(make.key(), times)]),
         make.side("B", [make.decided(make.key(), times[::-1], regime=replace(make.REGIME, seed=7))]),
     )
     assert isinstance(row.evidence, OtherRouting)
     assert row.evidence.fields[0].field == "seed"
-
-
-# 7 tie
-
-
-def test_tie_by_finalists(make: SimpleNamespace) -> None:
-    row = only_row(*two_ep(make, 0.003, 0.002))
-    assert isinstance(row.evidence, Tie)
-    assert row.regret_a_on_b.source == "measured" and row.regret_a_on_b.interleaved
-    assert row.regret_a_on_b.ratio == pytest.approx(0.003)
-    assert row.regret_b_on_a.ratio == pytest.approx(0.002)
-
-
-def test_tie_by_overlapping_intervals(make: SimpleNamespace) -> None:
-    row = only_row(*two_ep(make, 0.02, 0.015, half=0.015))
-    assert row.verdict is Verdict.TIE
-
-
-def composed_sides(make: SimpleNamespace, ab: float, ba: float) -> tuple[Any, Any]:
-    one, sixteen = make.key(2048, 256), make.key(2048, 16)
-    sort = (("sort", 10.0),)
-    home_a = stage_times(make, one, make.LARGE, 600.0, 390.0) + stage_times(
-        make, one, make.SMALL, 600.0 + 1000.0 * ba, 390.0
-    )
-    home_b = stage_times(make, sixteen, make.SMALL, 60.0, 30.0) + stage_times(
-        make, sixteen, make.LARGE, 60.0, 30.0 + 100.0 * ab
-    )
-    a = make.side("EP 1", [make.decided(one, [(make.LARGE, 1000.0)], parts_us=sort)], home_a)
-    b = make.side("EP 16", [make.decided(sixteen, [(make.SMALL, 100.0)], parts_us=sort)], home_b)
-    return a, b
-
-
-def test_tie_by_stage_times(make: SimpleNamespace) -> None:
-    row = only_row(*composed_sides(make, 0.01, -0.01))
-    assert isinstance(row.evidence, Tie)
-    assert row.regret_a_on_b.source == row.regret_b_on_a.source == "composed"
-    assert row.regret_a_on_b.ratio == pytest.approx(0.01)
-    assert row.regret_b_on_a.ratio == pytest.approx(-0.01)
-    assert row.regret_b_on_a.reference_us == pytest.approx(1000.0)
-
-
-@pytest.mark.parametrize(("extra_us", "verdict"), [(5.0, Verdict.TIE), (200.0, Verdict.REAL)])
-def test_the_sort_is_part_of_a_sum(make: SimpleNamespace, extra_us: float, verdict: Verdict) -> None:
-    """Both GEMMs are equal on EP 1; only the slot sort of the other tile size tells them apart."""
-    a, b = composed_sides(make, 0.0, 0.0)
-    (at,) = a.decisions
-    sorted_by = make.tried(at, replace(make.SMALL, gather="permute"), 3000.0, parts_us=(("sort", 10.0 + extra_us),))
-    assert only_row(replace(a, records=(*a.records, sorted_by)), b).verdict is verdict
-
-
-def test_a_result_composed_of_recorded_parts_is_weaker_evidence_not_another_regime(make: SimpleNamespace) -> None:
-    a, b = composed_sides(make, 0.01, 0.01)
-    composed = replace(make.REGIME, execution="composed", interleaved=False)
-    ((at, decision),) = b.decisions.items()
-    members = (
-        replace(decision.members[0], measurement=make.time(100.0, regime=composed)),
-        replace(decision.members[0], tactic=make.LARGE, measurement=make.time(150.0, regime=composed), tied=False),
-    )
-    row = only_row(a, replace(b, decisions={at: replace(decision, members=members)}))
-    assert row.verdict is Verdict.TIE
-    assert row.regret_a_on_b.source == "composed"
-    assert any("sum of recorded parts" in note for note in row.unchecked)
-
-
-def test_two_tunes_in_opposite_order(make: SimpleNamespace) -> None:
-    times = [(make.SMALL, 100.0), (make.LARGE, 103.0)]
-    row = only_row(
-        make.side("A", [make.decided(make.key(), times)]),
-        make.side("B", [make.decided(make.key(), [(make.LARGE, 100.0), (make.SMALL, 102.0)])]),
-    )
-    assert isinstance(row.evidence, Tie) and row.evidence.opposed
-
-
-# 8 real
-
-
-def test_real_by_finalists(make: SimpleNamespace) -> None:
-    row = only_row(*two_ep(make, 0.089, 0.02))
-    assert isinstance(row.evidence, Real)
-    assert (row.evidence.foreign, row.evidence.host) == ("EP 1", "EP 16")
-    assert row.evidence.regret.ratio == pytest.approx(0.089)
-    counts = row.evidence.mechanism
-    assert counts is not None
-    assert counts.foreign_here.gemm1.tiles == pytest.approx(counts.foreign_away.gemm1.tiles / 16.0, rel=1e-6)
-    assert counts.predicted + counts.unexplained == pytest.approx(0.089)
-    assert "1/16 of the row tiles" in row.sentence
-
-
-def test_real_by_stage_times(make: SimpleNamespace) -> None:
-    row = only_row(*composed_sides(make, 0.0, 0.12))
-    assert isinstance(row.evidence, Real)
-    assert (row.evidence.foreign, row.evidence.host, row.evidence.regret.source) == ("EP 16", "EP 1", "composed")
-
-
-def test_real_by_layer_records(make: SimpleNamespace) -> None:
-    one, sixteen = make.key(2048, 256), make.key(2048, 16)
-    a = make.side("EP 1", [make.decided(one, [(make.LARGE, 1000.0)])], [make.tried(one, make.SMALL, 1200.0)])
-    b = make.side("EP 16", [make.decided(sixteen, [(make.SMALL, 100.0)])], [make.tried(sixteen, make.LARGE, 101.0)])
-    row = only_row(a, b)
-    assert row.verdict is Verdict.REAL
-    assert (row.regret_b_on_a.judgement, row.regret_a_on_b.judgement) == ("slower", "tie")
-    assert not row.regret_b_on_a.interleaved
-
-
-def test_two_devices_can_really_differ(make: SimpleNamespace) -> None:
-    other = replace(make.ENVIRONMENT, device="NVIDIA H100", num_sms=114)
-    times = [(make.SMALL, 100.0), (make.LARGE, 110.0)]
-    swapped = [(make.LARGE, 100.0), (make.SMALL, 110.0)]
-    row = only_row(
-        make.side("H200", [make.decided(make.key(4096), times)]),
-        make.side("H100", [make.decided(make.key(4096, device="NVIDIA H100"), swapped, environment=other)], (), other),
-    )
-    assert row.verdict is Verdict.REAL
-
-
-# undecided
-
-
-def test_never_timed_is_undecided_and_shown_as_predicted(make: SimpleNamespace) -> None:
-    one, sixteen = make.key(2048, 256), make.key(2048, 16)
-    row = only_row(
-        make.side("EP 1", [make.decided(one, [(make.LARGE, 1000.0)])]),
-        make.side("EP 16", [make.decided(sixteen, [(make.SMALL, 100.0)])]),
-    )
-    assert isinstance(row.evidence, Undecided)
-    assert row.evidence.probe == "swap test"
-    assert row.regret_a_on_b.source == "predicted" and row.regret_a_on_b.judgement == "unknown"
-
-
-def test_one_known_way_that_ties_is_not_enough(make: SimpleNamespace) -> None:
-    _, b = two_ep(make, 0.001, 0.001)
-    lonely = make.side("EP 1", [make.decided(make.key(2048, 256), [(make.LARGE, 1000.0)])])
-    row = only_row(lonely, b)
-    assert row.verdict is Verdict.UNDECIDED
-    assert "EP 16's tactic was never timed on EP 1" in row.sentence
-
-
-def test_a_foreign_tactic_that_beats_the_home_one(make: SimpleNamespace) -> None:
-    one, sixteen = make.key(2048, 256), make.key(2048, 16)
-    a = make.side("EP 1", [make.decided(one, [(make.LARGE, 1000.0), (make.SMALL, 1200.0)])])
-    b = make.side("EP 16", [make.decided(sixteen, [(make.SMALL, 100.0)])], [make.tried(sixteen, make.LARGE, 80.0)])
-    row = only_row(a, b)
-    assert row.verdict is Verdict.UNDECIDED
-    assert "may have missed it" in row.sentence
-
-
-def test_times_of_another_kernel_do_not_count(make: SimpleNamespace) -> None:
-    old = replace(make.ENVIRONMENT, kernels="k0")
-    one, sixteen = make.key(2048, 256), make.key(2048, 16)
-    a = make.side("EP 1", [make.decided(one, [(make.LARGE, 1000.0), (make.SMALL, 1001.0)])])
-    b = make.side(
-        "EP 16",
-        [make.decided(sixteen, [(make.SMALL, 100.0)])],
-        [make.tried(sixteen, make.LARGE, 150.0, environment=old)],
-        old,
-    )
-    assert only_row(a, b).verdict is Verdict.UNDECIDED
-
-
-def test_times_of_another_regime_do_not_count(make: SimpleNamespace) -> None:
-    one, sixteen = make.key(2048, 256), make.key(2048, 16)
-    a = make.side("EP 1", [make.decided(one, [(make.LARGE, 1000.0), (make.SMALL, 1001.0)])])
-    warm = make.tried(sixteen, make.LARGE, 150.0, regime=replace(make.REGIME, l2="warm"))
-    b = make.side("EP 16", [make.decided(sixteen, [(make.SMALL, 100.0)])], [warm])
-    assert only_row(a, b).verdict is Verdict.UNDECIDED
-
-
-def test_intervals_too_wide_to_tell(make: SimpleNamespace) -> None:
-    row = only_row(*two_ep(make, 0.05, 0.05, half=0.08))
-    assert isinstance(row.evidence, Undecided)
-    assert row.evidence.probe == "A/A test"
-
-
-def test_missing_environment_is_noted(make: SimpleNamespace) -> None:
-    a, b = two_ep(make, 0.001, 0.001)
-    row = only_row(a, replace(b, environments={}))
-    assert row.verdict is Verdict.TIE
-    assert any("versions of EP 16" in note for note in row.unchecked)
 
 
 def test_the_order_of_the_cascade(make: SimpleNamespace) -> None:
