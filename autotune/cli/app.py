@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -63,6 +64,9 @@ app.add_typer(cache.app, name="cache")
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; nothing but our own bugs leaves as an exception."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that has no µ gets a question mark
     try:
         code = _invoke(list(arguments))
         sys.stdout.flush()

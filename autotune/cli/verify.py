@@ -152,7 +152,8 @@ def _report(rows: list[dict[str, Any]], seed: int, bound: float, json: bool) -> 
     )  # fmt: skip
     for row in rows:
         errors = [f"{row[name]:.2e}" if row[name] is not None else "-" for name in ("max_abs", "rms_relative")]
-        result = "right" if row["right"] else f"WRONG {row['status']} {row['error']}".strip()
+        failure = "" if row["status"] == "ok" else f" {row['status']} {row['error']}".rstrip()
+        result = "right" if row["right"] else f"WRONG{failure}"
         table.add_row(str(row["tokens"]), row["ep"], *errors, result, row["tactic"])
     print_table(table, console())
     say(f"{right} of {len(rows)} cells right (max abs <= {bound:g})")
