@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from fitune.models import PRESETS
@@ -98,22 +98,6 @@ def layer_name(layer: LayerKey) -> str:
     return "layer"
 
 
-def layer_json(layer: LayerKey) -> dict[str, object]:
-    """A layer key as plain JSON values."""
-    return {
-        "hidden_size": layer.hidden_size,
-        "intermediate_size": layer.intermediate_size,
-        "num_experts": layer.num_experts,
-        "top_k": layer.top_k,
-        "dtype": layer.dtype,
-        "activation": layer.activation,
-        "local_experts": layer.local_experts,
-        "dispatch": layer.dispatch,
-        "routing": layer.routing,
-        "device": layer.device,
-    }
-
-
 def cell_json(cell: Cell) -> dict[str, object]:
     """A cell as plain JSON values; times in µs, null where unknown."""
     decision, measurement = cell.decision, cell.measurement
@@ -135,5 +119,5 @@ def cell_json(cell: Cell) -> dict[str, object]:
         "reason": decision.reason,
         "origin": decision.origin,
         "environment": decision.environment_id,
-        "layer": layer_json(cell.key.layer),
+        "layer": asdict(cell.key.layer),
     }

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -19,7 +19,8 @@ from fitune.tactic import GemmTactic, Tactic
 if TYPE_CHECKING:
     from fitune.diff import DiffReport, DiffRow, Regret
 
-FULL_TEXT_WIDTH: Final = 160
+FULL_TEXT_WIDTH: Final = 165
+COMPACT_WIDTH: Final = 99
 STATE_STYLES: Final[dict[str, str]] = {"tuned": "green", "tie": "cyan", "default": "dim", "stale": "yellow"}
 COMPACT_LEGEND: Final = (
     "gemm: block_n x block_k / group_m / warps / stages / loop, t: TMA loads, x: operands swapped. "
@@ -54,15 +55,21 @@ def fused_letters(tactic: Tactic) -> str:
     return "".join(letter if place == "fused" else "-" for letter, place in places)
 
 
-def plain_table(*columns: tuple[str, str], title: str = "") -> Table:
-    """A table without lines. Columns are (heading, `left` or `right`); nothing wraps."""
-    table = Table(
-        box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", title=title or None,
-        title_justify="left", title_style="bold",
-    )  # fmt: skip
+def plain_table(*columns: tuple[str, str], shrinking: Sequence[str] = ()) -> Table:
+    """A table without lines. Columns are (heading, `left` or `right`); nothing wraps.
+
+    Where a terminal is too narrow, columns named in `shrinking` give way; their cells are made by `cut`.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for heading, side in columns:
-        table.add_column(heading, justify="right" if side == "right" else "left", no_wrap=True)
+        justify: JustifyMethod = "right" if side == "right" else "left"
+        table.add_column(heading, justify=justify, no_wrap=heading not in shrinking)
     return table
+
+
+def cut(text: str) -> Text:
+    """A cell that ends in an ellipsis where its column has no room for it."""
+    return Text(text, no_wrap=True, overflow="ellipsis")
 
 
 def print_table(table: Table, console: Console) -> None:
@@ -84,7 +91,8 @@ def print_cells(cells: Sequence[Cell], console: Console) -> None:
         console.print(Text(f"{grid[0]}: {', '.join(grid[1:])}", style="bold"), soft_wrap=True)
         print_table(_full_table(list(members)) if full else _compact_table(list(members)), console)
     if cells and not full:
-        console.print(Text(COMPACT_LEGEND, style="dim"))
+        more = "" if console.width >= COMPACT_WIDTH else f" {COMPACT_WIDTH} columns show whole tactics."
+        console.print(Text(f"{COMPACT_LEGEND}{more}", style="dim"))
     reasons = {cell.stale_because: None for cell in cells if cell.stale_because}
     for reason in reasons:
         console.print(Text(f"stale: {reason}", style="yellow"))
@@ -107,11 +115,12 @@ def _compact_table(cells: Sequence[Cell]) -> Table:
     table = plain_table(
         ("tokens", "right"), ("EP", "left"), ("µs", "right"), ("±", "right"), ("vs def", "right"), ("state", "left"),
         ("tile", "right"), ("gemm1", "left"), ("gemm2", "left"), ("fused", "left"),
+        shrinking=("gemm1", "gemm2"),
     )  # fmt: skip
     for cell in cells:
         tactic = cell.decision.chosen
         tile = str(tactic.tile_size) if tactic.family == "tile" else tactic.family
-        gemms = compact_gemm(tactic.gemm1), compact_gemm(tactic.gemm2)
+        gemms = cut(compact_gemm(tactic.gemm1)), cut(compact_gemm(tactic.gemm2))
         ep = cell.key.layer.ep_label
         table.add_row(str(cell.tokens), ep, *_time_cells(cell), tile, *gemms, fused_letters(tactic))
     return table
@@ -120,13 +129,13 @@ def _compact_table(cells: Sequence[Cell]) -> Table:
 def _full_table(cells: Sequence[Cell]) -> Table:
     table = plain_table(
         ("tokens", "right"), ("EP", "left"), ("µs", "right"), ("±", "right"), ("default µs", "right"),
-        ("vs def", "right"), ("state", "left"), ("tactic", "left"),
+        ("vs def", "right"), ("state", "left"), ("tactic", "left"), shrinking=("tactic",),
     )  # fmt: skip
     for cell in cells:
         time, interval, ratio, state = _time_cells(cell)
         default = microseconds(cell.decision.default_us)
         ep = cell.key.layer.ep_label
-        table.add_row(str(cell.tokens), ep, time, interval, default, ratio, state, str(cell.decision.chosen))
+        table.add_row(str(cell.tokens), ep, time, interval, default, ratio, state, cut(str(cell.decision.chosen)))
     return table
 
 
@@ -134,8 +143,10 @@ VERDICT_STYLES: Final[dict[str, str]] = {"real": "bold red", "tie": "cyan", "und
 SOURCE_MARKS: Final[dict[str, str]] = {"composed": "~", "predicted": "?"}
 SAME: Final = "same"
 MAX_LABEL: Final = 8
+MAX_PROSE_WIDTH: Final = 120
 _INDENT: Final = 7
-_HEADING: Final = f"{'tokens':>6} {'verdict':<14} {'on other':>8} {'side':<8} tile {'gemm1':<23} {'gemm2':<23} fused"
+_SIDE_HEADING: Final = f"{'on other':>8} {'side':<8} tile {'gemm1':<23} {'gemm2':<23} fused"
+_HEADING: Final = f"{'tokens':>6} {'verdict':<14} {_SIDE_HEADING}"
 _DIFFERENT: Final = "bold"
 
 
@@ -151,7 +162,9 @@ def print_diff(report: DiffReport, console: Console, *, all_rows: bool = False) 
     console.print(Text(f"{' against '.join(told)}, aligned by {report.align}", style="bold"), soft_wrap=True)
     shown = [row for row in report.rows if all_rows or row.verdict != SAME]
     if shown:
-        console.print(Text(_HEADING, style="bold"), soft_wrap=True)
+        narrow = console.width < len(_HEADING)
+        heading = f"tokens verdict\n{_SIDE_HEADING}" if narrow else _HEADING
+        console.print(Text(heading, style="bold"), soft_wrap=True)
     shown.sort(key=_local_experts, reverse=True)
     groups = [(ep, list(rows)) for ep, rows in groupby(shown, key=_row_ep)]
     for ep, rows in groups:
@@ -192,15 +205,19 @@ def _print_diff_row(row: DiffRow, names: tuple[str, str], console: Console) -> N
         sides = [("both", sides[0][1], sides[0][2])]
     lines = [compact_tactic(tactic) for _, tactic, _ in sides]
     text = Text()
+    narrow = console.width < len(_HEADING)
+    style = VERDICT_STYLES.get(row.verdict, "magenta")
     for number, (name, _, regret) in enumerate(sides):
-        head = f"{row.num_tokens:>6} " if number == 0 else f"{'':>6} "
-        text.append(head)
-        text.append(f"{row.verdict if number == 0 else '':<14} ", style=VERDICT_STYLES.get(row.verdict, "magenta"))
+        if number == 0:
+            verdict = row.verdict if narrow else f"{row.verdict:<14}"
+            text.append(f"{row.num_tokens:>6} ").append(verdict, style=style).append("\n" if narrow else " ")
+        elif not narrow:
+            text.append(" " * (len(_HEADING) - len(_SIDE_HEADING)))
         text.append(f"{regret_text(regret) if row.differs else '':>8} {name:<8} ")
         text.append(_highlighted(lines[number], lines[1 - number] if len(lines) == 2 else lines[number]))
         text.append("\n")
     if row.verdict != SAME:
-        width = max(40, console.width - _INDENT)
+        width = max(40, min(MAX_PROSE_WIDTH, console.width) - _INDENT)
         for part in textwrap.wrap(row.sentence, width, break_long_words=False, break_on_hyphens=False):
             text.append(f"{' ' * _INDENT}{part}\n", style="dim")
     text.rstrip()

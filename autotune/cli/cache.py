@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,7 +45,7 @@ def directory(json: options.Json = False) -> None:
 def list_(store: options.StoreDir = None, json: options.Json = False) -> None:
     """List the layers a store holds, with their cells and measurements."""
     from fitune.cache import open_store
-    from fitune.cells import layer_facts, layer_json, layer_name
+    from fitune.cells import layer_facts, layer_name
 
     path = options.store_path(store)
     opened = open_store(path)
@@ -55,7 +56,7 @@ def list_(store: options.StoreDir = None, json: options.Json = False) -> None:
         from fitune.cli.output import emit_json
 
         rows: list[dict[str, Any]] = [
-            {"layer": layer_json(layer), "cells": cells[layer], "records": records[layer]} for layer in layers
+            {"layer": asdict(layer), "cells": cells[layer], "records": records[layer]} for layer in layers
         ]
         emit_json({"store": str(path), "layers": rows, "environments": len(opened.environments())})
         return

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from rich.console import Console
 
-PIPE_WIDTH: Final = 160
+PIPE_WIDTH: Final = 240
 
 
 def say(text: str) -> None:

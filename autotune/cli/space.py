@@ -28,6 +28,8 @@ Examples:
   fitune space --model qwen3-30b-a3b --tokens 64 --target gfx942 --stage gemm2
   fitune space --model deepseek-v3 --ep 16 --tokens 8192 --compile --limit 20 --json"""
 
+EXAMPLE = "for example"
+
 
 def register(app: typer.Typer) -> None:
     app.command("space", short_help="Count what may be tried and why the rest may not.", epilog=EXAMPLES)(space)
@@ -128,7 +130,7 @@ def _stages(text: str | None) -> tuple[StageName, ...]:
 def _print(item: StageSpace, name: str, compiled: Sequence[CompileReport], screen: Console) -> None:
     from rich.text import Text
 
-    from fitune.render import plain_table, print_table
+    from fitune.render import cut, plain_table, print_table
 
     problem, legal = item.problem, item.legal
     head = (
@@ -140,9 +142,9 @@ def _print(item: StageSpace, name: str, compiled: Sequence[CompileReport], scree
     screen.print(Text(f"{members} candidates, {len(legal)} legal, {members - len(legal)} rejected"), soft_wrap=True)
     tiles = "  ".join(f"{tile}: {count}" for tile, count in item.legal_per_tile.items())
     screen.print(Text(f"legal per tile_size  {tiles or 'none'}"), soft_wrap=True)
-    table = plain_table(("rejected", "right"), ("rule", "left"), ("for example", "left"))
+    table = plain_table(("rejected", "right"), ("rule", "left"), (EXAMPLE, "left"), shrinking=(EXAMPLE,))
     for rule, count, example in item.rejected:
-        table.add_row(str(count), rule, example.removeprefix(f"{rule}:").strip())
+        table.add_row(str(count), rule, cut(example.removeprefix(f"{rule}:").strip()))
     print_table(table, screen)
     if compiled:
         _print_compiled(compiled, screen)
@@ -172,11 +174,11 @@ def _require_compiler() -> None:
 
 
 def _print_compiled(reports: Sequence[CompileReport], screen: Console) -> None:
-    from fitune.render import compact_gemm, plain_table, print_table
+    from fitune.render import compact_gemm, cut, plain_table, print_table
 
     table = plain_table(
         ("tile", "right"), ("gemm", "left"), ("around it", "left"), ("shared B", "right"), ("registers", "right"),
-        ("spill B", "right"), ("wgmma", "left"), ("status", "left"),
+        ("spill B", "right"), ("wgmma", "left"), ("status", "left"), shrinking=("status",),
     )  # fmt: skip
     for report in reports:
         stage = report.stage
@@ -186,7 +188,7 @@ def _print_compiled(reports: Sequence[CompileReport], screen: Console) -> None:
         tile = str(stage.tile_size) if stage.family == "tile" else stage.family
         around = " ".join(place for place in places if place)
         wgmma = "serialised" if report.serialized_wgmma else "-"
-        table.add_row(tile, compact_gemm(stage.gemm), around, *numbers, wgmma, status)
+        table.add_row(tile, compact_gemm(stage.gemm), around, *numbers, wgmma, cut(status))
     print_table(table, screen)
 
 

@@ -12,7 +12,7 @@ import typer
 
 from fitune.cli import options
 from fitune.cli.output import say
-from fitune.errors import InputError
+from fitune.errors import InputError, NoGpuError
 
 if TYPE_CHECKING:
     from fitune.cli.search import Grid
@@ -89,10 +89,13 @@ def verify(
 
 def _check(grid: Grid, tuned: Mapping[Problem, Tactic], seed: int) -> list[tuple[Job, Outcome]]:
     """Run every problem's tuned tactic, or its default where there is none. Raises NoGpuError."""
-    from fitune.measure.choose import choose_measurer
+    from fitune.measure.choose import choose_measurer, why_no_gpu
     from fitune.measure.gpu import GpuMeasurer
     from fitune.space import default_tactic
 
+    reason = why_no_gpu()
+    if reason:
+        raise NoGpuError(f"no usable GPU: {reason}; verify runs the kernels, so run it on a machine with one")
     problems = grid.problems
     measurer, _ = choose_measurer("gpu", problems, seed=seed, histograms=grid.histograms, compile_workers=0)
     assert isinstance(measurer, GpuMeasurer)
@@ -144,16 +147,16 @@ def _report(rows: list[dict[str, Any]], seed: int, bound: float, json: bool) -> 
         emit_json({"seed": seed, "bound": bound, "right": right, "cells": rows})
         return
     from fitune.cli.output import console
-    from fitune.render import plain_table, print_table
+    from fitune.render import cut, plain_table, print_table
 
     table = plain_table(
         ("tokens", "right"), ("EP", "left"), ("max abs", "right"), ("rms", "right"), ("result", "left"),
-        ("tactic", "left"),
+        ("tactic", "left"), shrinking=("tactic",),
     )  # fmt: skip
     for row in rows:
         errors = [f"{row[name]:.2e}" if row[name] is not None else "-" for name in ("max_abs", "rms_relative")]
         failure = "" if row["status"] == "ok" else f" {row['status']} {row['error']}".rstrip()
         result = "right" if row["right"] else f"WRONG{failure}"
-        table.add_row(str(row["tokens"]), row["ep"], *errors, result, row["tactic"])
+        table.add_row(str(row["tokens"]), row["ep"], *errors, result, cut(row["tactic"]))
     print_table(table, console())
     say(f"{right} of {len(rows)} cells right (max abs <= {bound:g})")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import re
 import shutil
 import signal
@@ -373,3 +375,58 @@ def test_an_ascii_terminal_is_no_trouble(tuned: Path) -> None:
     result = subprocess.run(line, capture_output=True, text=True, check=False, env=plain)
     assert result.returncode == 0, result.stderr
     assert "512" in result.stdout
+
+
+def test_a_terminal_sees_a_bar_with_best_so_far_and_time_left(
+    search_line: Callable[..., Any], recording_file: Path, tmp_path: Path
+) -> None:
+    main_end, other_end = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    line = [*COMMAND, *map(str, search_line(recording_file, tmp_path / "store"))]
+    child = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=other_end, env=environment)
+    os.close(other_end)
+    seen = bytearray()
+    with contextlib.suppress(OSError):  # the other end is closed when the child ends
+        while chunk := os.read(main_end, 65536):
+            seen += chunk
+    os.close(main_end)
+    out, _ = child.communicate(timeout=60)
+    talk = seen.decode()
+    assert child.returncode == 0, talk
+    assert "/4 cells" in talk
+    assert re.search(r"\d+:\d\d left", talk)
+    assert re.search(r"tokens EP [18]: best gemm1 [0-9.]+", talk)
+    assert "[4/4]" not in talk
+    assert ANSI.encode() not in out
+
+
+def test_diff_is_readable_on_80_columns(run: Callable[..., Any], tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    result = run("diff", "--store", tuned, "--ep", "1,8")
+    assert all(len(line) <= 80 for line in result.out.splitlines() if not line.startswith("EP 1 and EP 8"))
+    cells = document(run("show", "--store", tuned, "--json"))["cells"]
+    for cell in cells:
+        first = parse_tactic(cell["tactic"]).gemm1
+        assert f" {first.block_n}x{first.block_k}/g{first.group_m}" in result.out
+
+
+def test_space_compiles_ahead_of_time(run: Callable[..., Any]) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    line = (
+        "space",
+        "--shape",
+        "H=256,I=128,E=8,K=2",
+        "--tokens",
+        "64",
+        "--stage",
+        "gemm2",
+        "--compile",
+        "--limit",
+        "1",
+    )
+    compiled = document(run(*line, "--json"))["spaces"][0]["compiled"]
+    assert len(compiled) == 1
+    assert compiled[0]["status"] == "ok", compiled[0]["error"]
+    assert 0 < compiled[0]["shared_bytes"] < KNOWN_TARGETS["sm_90"].shared_bytes
+    assert 16 < compiled[0]["registers"] <= 255

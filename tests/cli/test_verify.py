@@ -22,6 +22,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         return Choice(GpuMeasurer(problems=problems, device="cpu", **options), "")
 
     monkeypatch.setattr("fitune.measure.choose.choose_measurer", choose)
+    monkeypatch.setattr("fitune.measure.choose.why_no_gpu", lambda: "")
 
 
 def test_right_tactics_are_told_with_their_errors(run: Callable[..., Any]) -> None:
