@@ -120,6 +120,9 @@ class Bench:
 
     def _see_whether_broken(self) -> None:
         """After an illegal access every later call in this process fails: then only a new process helps."""
+        if self.timer.lost:
+            self.broken = True
+            return
         try:
             self.timer.wait()
             self.inputs.poison("gemm2")

@@ -12,10 +12,7 @@ from fitune.record import Status
 from fitune.tactic import Stage
 
 ERROR_CHARACTERS: Final = 300
-_DEBUG_SECTION: Final = re.compile(r"^\s*\.section\s+\.debug_.*?^\s*\}", re.MULTILINE | re.DOTALL)
-_DEBUG_LINE: Final = re.compile(r"^\s*(?:\.loc|\.file|//).*\n", re.MULTILINE)
-_DEBUG_LABEL: Final = re.compile(r"^\s*\$L__?(?:tmp|func_begin|func_end|debug)\w*:.*\n", re.MULTILINE)
-_COMMENT: Final = re.compile(r"//.*$", re.MULTILINE)
+_NOT_CODE: Final = (".loc", ".file", "//", "$L__tmp", "$L__func_begin", "$L__func_end")
 
 
 class Collector:
@@ -56,11 +53,14 @@ def compile_sort_launches(family: str, tile_size: int, args: LayerArgs, ws: Work
     return collector
 
 
-def normalized_ptx(ptx: str) -> str:
-    """PTX without source lines, file names and comments: the same code gives the same text on every machine."""
-    for pattern in (_DEBUG_SECTION, _DEBUG_LINE, _DEBUG_LABEL, _COMMENT):
-        ptx = pattern.sub("", ptx)
-    return "\n".join(line.rstrip() for line in ptx.splitlines() if line.strip())
+def normalized_code(text: str, comment: str) -> str:
+    """PTX or AMD assembly without source lines, file names and comments: the same code, the same text, anywhere.
+
+    Debug sections, which stand at the end, hold paths and line numbers only.
+    """
+    code = text.partition("\t.section\t.debug")[0]
+    lines = (line.partition(comment)[0].strip() for line in code.splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith(_NOT_CODE))
 
 
 def code_hash(kernel: Any) -> str:
@@ -68,9 +68,9 @@ def code_hash(kernel: Any) -> str:
     known: str | None = getattr(kernel, "fitune_hash", None)
     if known is not None:
         return known
-    for name in ("ptx", "amdgcn"):
+    for name, comment in (("ptx", "//"), ("amdgcn", ";")):
         if name in kernel.asm:
-            content = normalized_ptx(kernel.asm[name]).encode()
+            content = normalized_code(kernel.asm[name], comment).encode()
             break
     else:
         content = bytes(kernel.kernel)
@@ -96,6 +96,6 @@ def error_text(error: BaseException) -> str:
     """One line for a record: the kind of error and the most telling line of its text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^~")]
     telling = [line for line in lines if re.search(r"error|fail|assert|illegal|invalid|out of", line, re.IGNORECASE)]
-    line = (telling or lines or [""])[-1] if not telling else telling[0]
+    line = telling[0] if telling else (lines or [""])[-1]
     text = f"{type(error).__name__}: {line}" if line else type(error).__name__
     return text[:ERROR_CHARACTERS]

@@ -108,10 +108,15 @@ class CompilePool:
 
     def next_ready(self, problem: Problem, stages: Sequence[Stage]) -> int:
         """Index of the first of the submitted stages that is done; waits for one."""
-        keys = [job_key(problem, stage) for stage in stages]
+        keys: list[JobKey] = []
 
         def ready() -> int | None:
-            return next((index for index, key in enumerate(keys) if key in self._answers), None)
+            for index, stage in enumerate(stages):
+                if index == len(keys):
+                    keys.append(job_key(problem, stage))
+                if keys[index] in self._answers:
+                    return index
+            return None
 
         with self._changed:
             self._changed.wait_for(lambda: self._closed or ready() is not None)

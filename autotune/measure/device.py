@@ -17,13 +17,14 @@ from fitune.target import KNOWN_TARGETS, Environment, Target, kernel_source_hash
 
 CLOCK_PERIOD_S: Final = 0.05
 SMI_PERIOD_S: Final = 5.0
+INTERPRETER_SMS: Final = 4
 _SMI_FIELDS: Final = "clocks.sm,power.draw,power.limit,driver_version"
 
 
 def device_target(device: str) -> Target:
     """The chip behind a torch device. On `cpu`, where kernels are interpreted, the sm_90 that they are written for."""
     if not device.startswith("cuda"):
-        return replace(KNOWN_TARGETS["sm_90"], device="Triton interpreter")
+        return replace(KNOWN_TARGETS["sm_90"], device="Triton interpreter", num_sms=INTERPRETER_SMS)
     properties = torch.cuda.get_device_properties(device)
     name = properties.name
     if torch.version.hip:

@@ -50,6 +50,7 @@ class GpuMeasurer:
     """
 
     name = "gpu"
+    worker_module = "fitune.measure.worker"
 
     def __init__(
         self,
@@ -269,7 +270,7 @@ class GpuMeasurer:
 
     def _start(self) -> None:
         """Start a child and learn the target from it. Raises NoGpuError."""
-        child = ChildProcess("fitune.measure.worker", ["--device", self._device], child_environment(self._device))
+        child = ChildProcess(self.worker_module, ["--device", self._device], child_environment(self._device))
         try:
             child.send({"op": "hello"})
             answer = child.receive(self._limits.start_s)

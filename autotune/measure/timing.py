@@ -27,6 +27,8 @@ class Timer(Protocol):
 
     name: str
     resolution_us: float
+    lost: bool
+    """Whether recording failed in a way that this process does not recover from."""
 
     def record(self, bodies: Sequence[Body]) -> Region:
         """Record the bodies, run one after another, as one region of len(bodies) calls."""
@@ -68,6 +70,7 @@ class GraphTimer:
 
     def __init__(self, device: str) -> None:
         self.device = device
+        self.lost = False
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         torch.cuda.set_stream(self.stream)
         self._pool = torch.cuda.graph_pool_handle()
@@ -80,6 +83,7 @@ class GraphTimer:
             for body in bodies:
                 body()
         except BaseException:
+            self.lost = True
             _abandon(graph)
             raise
         graph.capture_end()
@@ -140,6 +144,7 @@ class HostTimer:
 
     name = "host"
     resolution_us = HOST_RESOLUTION_US
+    lost = False
 
     def record(self, bodies: Sequence[Body]) -> HostRegion:
         return HostRegion(bodies)
