@@ -77,7 +77,6 @@ def record(
     """
     from fitune.cache import open_store, save_recording
     from fitune.cli.inputs import seconds_of
-    from fitune.target import kernel_source_hash
 
     check_out(out)
     title = name or out.stem
@@ -86,7 +85,7 @@ def record(
         if layer_given or store is not None:
             raise InputError("--from-store packs everything that store holds; leave out the layer and --store")
         source = open_store(from_store)
-        packed = pack(source, title, None, None, kernel_source_hash())
+        packed = pack(source, title, None, None, latest_kernels(source))
     else:
         from fitune.cli.search import measuring, read_grid, run
         from fitune.problem import key_of
@@ -105,6 +104,19 @@ def record(
     _report(out, recording, coverage, json)
 
 
+def latest_kernels(store: Store) -> str:
+    """The kernel hash of a store's latest record; told where it is not this fitune's. Raises InputError."""
+    from fitune.target import kernel_source_hash
+
+    records, environments, own = store.records(), store.environments(), kernel_source_hash()
+    if not records:
+        raise InputError(f"{store.path} holds no measurements; make some with `fitune search` or `fitune record`")
+    kernels = environments[records[-1].environment_id].kernels
+    if kernels != own:
+        say(f"these times are of kernels {kernels}, this fitune has {own}: searches on them give stale cells")
+    return kernels
+
+
 def check_out(out: Path) -> None:
     """Raises InputError before hours are spent on what could not be written."""
     if out.is_dir():
@@ -116,7 +128,7 @@ def check_out(out: Path) -> None:
 def pack(
     store: Store, name: str, keys: set[Key] | None, target: Target | None, kernels: str
 ) -> tuple[Recording, Coverage]:
-    """A store's records of `keys` (all when None) under the kernels `kernels`, each measured thing once, the latest.
+    """A store's records of `keys` (all when None) of the kernel hash `kernels`, each measured thing once, the latest.
 
     Raises InputError where nothing fits, or where keys of several devices are there.
     """
@@ -130,7 +142,7 @@ def pack(
     devices = sorted({record.key.layer.device for record in records})
     if len(devices) != 1:
         what = f"records of {', '.join(devices)}" if devices else f"no records of kernels {kernels}"
-        raise InputError(f"{store.path} holds {what}; a recording is made of one device and of this fitune's kernels")
+        raise InputError(f"{store.path} holds {what}; a recording is made of one device's")
     chip = target or target_of(environments[records[-1].environment_id])
     found = coverage(records, chip)
     used = {item.environment_id for item in records} | {item.environment_id for item in decisions}

@@ -430,3 +430,20 @@ def test_space_compiles_ahead_of_time(run: Callable[..., Any]) -> None:
     assert compiled[0]["status"] == "ok", compiled[0]["error"]
     assert 0 < compiled[0]["shared_bytes"] < KNOWN_TARGETS["sm_90"].shared_bytes
     assert 16 < compiled[0]["registers"] <= 255
+
+
+def test_record_of_other_kernels_is_packed_and_told(
+    run: Callable[..., Any], tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fitune.target.kernel_source_hash", lambda: "fedcba9876543210")
+    result = run("record", "--from-store", tuned, "--out", tmp_path / "x.fitrec")
+    assert result.code == 0
+    assert "this fitune has fedcba9876543210" in result.err
+    assert load_recording(tmp_path / "x.fitrec").records
+
+
+def test_record_of_nothing(run: Callable[..., Any], tmp_path: Path) -> None:
+    Store.open(tmp_path / "empty", create=True)
+    result = run("record", "--from-store", tmp_path / "empty", "--out", tmp_path / "x.fitrec")
+    assert result.code == 2
+    assert "holds no measurements" in result.err
