@@ -71,7 +71,10 @@ target = KNOWN_TARGETS["sm_90"]
 driver.set_active(StubDriver(target))
 problem = Problem(LayerShape(256, 128, 8, 2), 3, 37)
 meta, _, _ = meta_tensors(problem, target)
-real = {name: torch.empty(getattr(meta, name).shape, dtype=getattr(meta, name).dtype) for name in ("x", "topk_weights", "topk_ids")}
+real = {
+    name: torch.empty(getattr(meta, name).shape, dtype=getattr(meta, name).dtype)
+    for name in ("x", "topk_weights", "topk_ids")
+}
 bank = torch.empty(8, 256, 256, dtype=torch.bfloat16), torch.empty(8, 256, 128, dtype=torch.bfloat16)
 args = LayerArgs(w13=bank[0][3:6], w2=bank[1][3:6], **real)
 workspace = Workspace.allocate(problem.shape, 3, 37, "cpu", num_sms=132)
