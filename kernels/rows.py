@@ -102,6 +102,7 @@ def combine_kernel(
     offset,
     num_local,
     TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROW_IS_SLOT: tl.constexpr,
@@ -115,19 +116,34 @@ def combine_kernel(
     token = (tl.program_id(0) // blocks).to(tl.int64)
     cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < COLUMNS
+    # Which of the token's slots are local, and how many: under expert parallelism most are not.
+    slots = tl.arange(0, SLOTS)
+    inside = slots < TOP_K
+    if ROW_IS_SLOT:
+        expert = tl.load(Where + token * stride_ids_n + slots * stride_ids_k, mask=inside, other=-1)
+        is_local = (expert >= offset) & (expert < offset + num_local) & (expert >= 0)
+        rows = token * TOP_K + slots
+    else:
+        rows = tl.load(Where + token * TOP_K + slots, mask=inside, other=-1).to(tl.int64)
+        is_local = rows >= 0
+    weights = tl.load(Weights + token * stride_weights_n + slots * stride_weights_k, mask=inside & is_local, other=0.0)
+    weights = weights.to(tl.float32)
+    count = tl.sum(is_local.to(tl.int32), axis=0)
     total = tl.zeros((BLOCK,), tl.float32)
-    for k in tl.static_range(TOP_K):
-        slot = token * TOP_K + k
-        if ROW_IS_SLOT:
-            expert = tl.load(Where + token * stride_ids_n + k * stride_ids_k)
-            is_local = (expert >= offset) & (expert < offset + num_local)
-            row = slot
-        else:
-            row = tl.load(Where + slot).to(tl.int64)
-            is_local = row >= 0
-        weight = tl.load(Weights + token * stride_weights_n + k * stride_weights_k, mask=is_local, other=0.0)
-        values = tl.load(Rows + row * stride_rows + cols, mask=mask & is_local, other=0.0)
-        total += weight.to(tl.float32) * values.to(tl.float32)
+    if count == TOP_K:
+        for k in tl.static_range(TOP_K):
+            row = tl.sum(tl.where(slots == k, rows, 0), axis=0)
+            weight = tl.sum(tl.where(slots == k, weights, 0.0), axis=0)
+            total += weight * tl.load(Rows + row * stride_rows + cols, mask=mask, other=0.0).to(tl.float32)
+    else:
+        order = tl.cumsum(is_local.to(tl.int32), axis=0)
+        for first in range(0, count, 2):
+            for step in tl.static_range(2):
+                chosen = is_local & (order == first + step + 1)
+                row = tl.sum(tl.where(chosen, rows, 0), axis=0)
+                weight = tl.sum(tl.where(chosen, weights, 0.0), axis=0)
+                present = mask & (first + step < count)
+                total += weight * tl.load(Rows + row * stride_rows + cols, mask=present, other=0.0).to(tl.float32)
     tl.store(Out + token * stride_out + cols, total.to(Out.dtype.element_ty), mask=mask)
 
 
@@ -256,6 +272,7 @@ def _combine(
         (rows, where, topk_weights, out, *strides, *locality),
         {
             "TOP_K": topk_weights.shape[1],
+            "SLOTS": triton.next_power_of_2(topk_weights.shape[1]),
             "COLUMNS": columns,
             "BLOCK": block,
             "ROW_IS_SLOT": row_is_slot,

@@ -3,9 +3,10 @@
 Rows are ordered by local expert, then by slot, without padding between experts, so the order does not depend on the
 tile size. A tile is up to `tile_size` rows of one expert. Everything, the tile count included, stays on the device.
 
-One launch does it all for up to `SLOTS_PER_BLOCK` slots. Beyond that a first launch counts slots per (block of
-slots, local expert) and the second places them: each block sorts its own slots by expert in registers and adds the
-rows of lower experts and of earlier blocks. No atomics, so the result is the same in every run.
+One launch does it all for up to `SLOTS_PER_BLOCK` slots: a slot's row is the number of slots with a smaller (expert,
+slot), counted by comparing it with all of them. Beyond that a first launch counts slots per (block of slots, local
+expert) and the second places them: each block sorts its own slots by expert in registers and adds the rows of lower
+experts and of earlier blocks. Rows never depend on the order of atomics, so the result is the same in every run.
 """
 
 from __future__ import annotations
@@ -19,16 +20,15 @@ import triton.language as tl
 from fitune.kernels.launch import Launcher, run
 
 SLOTS_PER_BLOCK: Final = 1024
-_SMALL_BLOCK: Final = 128
+_SLOTS_PER_RANK_PROGRAM: Final = 16
+_SLOTS_AT_ONCE: Final = 512
 MAX_PROGRAMS: Final = 256
 _RUNTIME_INTS: Final = ["stride_n", "stride_k", "top_k", "num_slots", "offset", "num_local"]
 
 
 def block_counts_size(num_slots: int, local_experts: int) -> int:
-    """Elements of the int32 scratch that `sort_slots` needs for `num_slots` slots (0 where one launch is enough)."""
-    if num_slots <= SLOTS_PER_BLOCK:
-        return 0
-    return -(-num_slots // SLOTS_PER_BLOCK) * local_experts
+    """Elements of the int32 scratch that `sort_slots` needs for `num_slots` slots."""
+    return max(1, -(-num_slots // SLOTS_PER_BLOCK)) * local_experts
 
 
 @triton.jit
@@ -41,10 +41,17 @@ def _load_local_experts(
     num_slots,
     offset,
     num_local,
+    FLAT: tl.constexpr,
 ):
-    """Local expert of each slot, int32; `num_local` for slots of other ranks, of no expert, and beyond the end."""
+    """Local expert of each slot, int32; `num_local` for slots of other ranks, of no expert, and beyond the end.
+
+    FLAT: ids are contiguous, which saves a division per slot.
+    """
     inside = slots < num_slots
-    offs = (slots // top_k).to(tl.int64) * stride_n + (slots % top_k).to(tl.int64) * stride_k
+    if FLAT:
+        offs = slots
+    else:
+        offs = (slots // top_k).to(tl.int64) * stride_n + (slots % top_k).to(tl.int64) * stride_k
     ids = tl.load(Ids + offs, mask=inside, other=-1)
     is_local = inside & (ids >= offset) & (ids < offset + num_local)
     return tl.where(is_local, (ids - offset).to(tl.int32), num_local)
@@ -62,11 +69,12 @@ def count_kernel(
     num_local,
     LOCAL_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    FLAT: tl.constexpr,
 ):
     """counts[block, e] = slots of the block that fall on local expert e. One program per block."""
     block = tl.program_id(0)
     slots = block * BLOCK + tl.arange(0, BLOCK)
-    local = _load_local_experts(Ids, slots, stride_n, stride_k, top_k, num_slots, offset, num_local)
+    local = _load_local_experts(Ids, slots, stride_n, stride_k, top_k, num_slots, offset, num_local, FLAT)
     counts = tl.histogram(local, LOCAL_PAD, mask=local < num_local)
     experts = tl.arange(0, LOCAL_PAD)
     tl.store(Counts + block.to(tl.int64) * num_local + experts, counts, mask=experts < num_local)
@@ -114,13 +122,98 @@ def _sort_keys(keys, LOG_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _write_tile_experts(TileExpert, tile_ends, num_tiles, LOCAL_PAD: tl.constexpr, TILES_AT_ONCE: tl.constexpr):
-    """Expert of every tile: how many experts end at or before it. Tiles are spread over the programs."""
-    first = tl.program_id(0) * TILES_AT_ONCE
-    for start in range(first, num_tiles, tl.num_programs(0) * TILES_AT_ONCE):
+def _write_prefixes(ExpertRows, ExpertTiles, total, tile_size, num_local, LOCAL_PAD: tl.constexpr):
+    """First row and first tile of each expert, and behind them the number of rows and tiles."""
+    experts = tl.arange(0, LOCAL_PAD)
+    is_expert = experts < num_local
+    tiles = (total + tile_size - 1) // tile_size
+    tl.store(ExpertRows + experts, tl.cumsum(total, axis=0) - total, mask=is_expert)
+    tl.store(ExpertTiles + experts, tl.cumsum(tiles, axis=0) - tiles, mask=is_expert)
+    tl.store(ExpertRows + num_local, tl.sum(total, axis=0))
+    tl.store(ExpertTiles + num_local, tl.sum(tiles, axis=0))
+
+
+@triton.jit
+def _write_tile_experts(
+    TileExpert, total, tile_size, program, num_programs, LOCAL_PAD: tl.constexpr, TILES_AT_ONCE: tl.constexpr
+):
+    """Expert of every tile: how many experts end at or before it. Tiles are spread over `num_programs`."""
+    tiles_of_expert = (total + tile_size - 1) // tile_size
+    tile_ends = tl.cumsum(tiles_of_expert, axis=0)
+    num_tiles = tl.sum(tiles_of_expert, axis=0)
+    for start in range(program * TILES_AT_ONCE, num_tiles, num_programs * TILES_AT_ONCE):
         tiles = start + tl.arange(0, TILES_AT_ONCE)
         ended = tile_ends[None, :] <= tiles[:, None]
         tl.store(TileExpert + tiles, tl.sum(ended.to(tl.int32), axis=1), mask=tiles < num_tiles)
+
+
+@triton.jit(
+    do_not_specialize=[*_RUNTIME_INTS, "tile_size", "num_rank_programs"],
+    do_not_specialize_on_alignment=[
+        "Ids",
+        "Counts",
+        "RowOfSlot",
+        "SlotOfRow",
+        "ExpertRows",
+        "ExpertTiles",
+        "TileExpert",
+    ],
+)
+def rank_kernel(
+    Ids,
+    Counts,
+    RowOfSlot,
+    SlotOfRow,
+    ExpertRows,
+    ExpertTiles,
+    TileExpert,
+    stride_n,
+    stride_k,
+    top_k,
+    num_slots,
+    offset,
+    num_local,
+    tile_size,
+    num_rank_programs,
+    LOCAL_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    MAX_SLOTS: tl.constexpr,
+    TILES_AT_ONCE: tl.constexpr,
+    FLAT: tl.constexpr,
+):
+    """The whole sort of up to MAX_SLOTS slots: `num_rank_programs` place BLOCK slots each, the last one lays tiles.
+
+    That last program counts with atomics on `Counts`, which for some hundred slots is faster than a histogram.
+    """
+    pid = tl.program_id(0)
+    if pid < num_rank_programs:
+        slots = pid * BLOCK + tl.arange(0, BLOCK)
+        local = _load_local_experts(Ids, slots, stride_n, stride_k, top_k, num_slots, offset, num_local, FLAT)
+        key = local * MAX_SLOTS + slots
+        row = tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, num_slots, CHUNK):
+            others = start + tl.arange(0, CHUNK)
+            other_local = _load_local_experts(
+                Ids, others, stride_n, stride_k, top_k, num_slots, offset, num_local, FLAT
+            )
+            smaller = (other_local * MAX_SLOTS + others)[None, :] < key[:, None]
+            row += tl.sum(smaller.to(tl.int32), axis=1)
+        is_local = local < num_local
+        tl.store(RowOfSlot + slots, tl.where(is_local, row, -1), mask=slots < num_slots)
+        tl.store(SlotOfRow + row, slots, mask=is_local)
+    else:
+        experts = tl.arange(0, LOCAL_PAD)
+        tl.store(Counts + experts, tl.zeros((LOCAL_PAD,), tl.int32), mask=experts < num_local)
+        tl.debug_barrier()
+        for start in range(0, num_slots, CHUNK):
+            slots = start + tl.arange(0, CHUNK)
+            local = _load_local_experts(Ids, slots, stride_n, stride_k, top_k, num_slots, offset, num_local, FLAT)
+            tl.atomic_add(Counts + local, 1, mask=local < num_local, sem="relaxed")
+        tl.debug_barrier()
+        total = tl.load(Counts + experts, mask=experts < num_local, other=0, cache_modifier=".cg")
+        _write_prefixes(ExpertRows, ExpertTiles, total, tile_size, num_local, LOCAL_PAD)
+        _write_tile_experts(TileExpert, total, tile_size, 0, 1, LOCAL_PAD, TILES_AT_ONCE)
 
 
 @triton.jit(
@@ -155,46 +248,28 @@ def place_kernel(
     LOCAL_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     LOG_BLOCK: tl.constexpr,
-    SINGLE: tl.constexpr,
     BLOCKS_AT_ONCE: tl.constexpr,
     TILES_AT_ONCE: tl.constexpr,
+    FLAT: tl.constexpr,
 ):
-    """Rows of all slots, slots of all rows, and the tile map. One program per `blocks_per_program` blocks of slots.
-
-    SINGLE: there is one block, which counts for itself; `Counts` is not read.
-    """
+    """Rows of all slots, slots of all rows, and the tile map. One program per `blocks_per_program` blocks of slots."""
     pid = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     experts = tl.arange(0, LOCAL_PAD)
     first_block = pid * blocks_per_program
-    if SINGLE:
-        local = _load_local_experts(Ids, lane, stride_n, stride_k, top_k, num_slots, offset, num_local)
-        total = tl.histogram(local, LOCAL_PAD, mask=local < num_local)
-        before = tl.zeros((LOCAL_PAD,), tl.int32)
-    else:
-        total, before = _sum_blocks(Counts, num_local, num_blocks, first_block, LOCAL_PAD, BLOCKS_AT_ONCE)
-
+    total, before = _sum_blocks(Counts, num_local, num_blocks, first_block, LOCAL_PAD, BLOCKS_AT_ONCE)
     row_ends = tl.cumsum(total, axis=0)
-    tiles = (total + tile_size - 1) // tile_size
-    tile_ends = tl.cumsum(tiles, axis=0)
     if pid == 0:
-        is_expert = experts < num_local
-        tl.store(ExpertRows + experts, row_ends - total, mask=is_expert)
-        tl.store(ExpertTiles + experts, tile_ends - tiles, mask=is_expert)
-        tl.store(ExpertRows + num_local, tl.sum(total, axis=0))
-        tl.store(ExpertTiles + num_local, tl.sum(tiles, axis=0))
-    _write_tile_experts(TileExpert, tile_ends, tl.sum(tiles, axis=0), LOCAL_PAD, TILES_AT_ONCE)
+        _write_prefixes(ExpertRows, ExpertTiles, total, tile_size, num_local, LOCAL_PAD)
+    _write_tile_experts(TileExpert, total, tile_size, pid, tl.num_programs(0), LOCAL_PAD, TILES_AT_ONCE)
 
     next_row = row_ends - total + before
     for step in range(blocks_per_program):
         block = first_block + step
         slots = block * BLOCK + lane
-        local = _load_local_experts(Ids, slots, stride_n, stride_k, top_k, num_slots, offset, num_local)
-        if SINGLE:
-            counts = total
-        else:
-            mask = (experts < num_local) & (block < num_blocks)
-            counts = tl.load(Counts + block.to(tl.int64) * num_local + experts, mask=mask, other=0)
+        local = _load_local_experts(Ids, slots, stride_n, stride_k, top_k, num_slots, offset, num_local, FLAT)
+        mask = (experts < num_local) & (block < num_blocks)
+        counts = tl.load(Counts + block.to(tl.int64) * num_local + experts, mask=mask, other=0)
         # Keys are distinct, so the order inside an expert is the order of slots; foreign slots come last.
         keys = _sort_keys(local * BLOCK + lane, LOG_BLOCK)
         expert = keys // BLOCK
@@ -239,16 +314,31 @@ def sort_slots(
     num_slots = num_tokens * top_k
     local_pad = max(16, triton.next_power_of_2(local_experts))
     ids = (topk_ids.stride(0), topk_ids.stride(1), top_k, num_slots, local_expert_offset, local_experts)
-    single = num_slots <= SLOTS_PER_BLOCK
-    block = _SMALL_BLOCK if num_slots <= _SMALL_BLOCK else SLOTS_PER_BLOCK
-    num_warps = 4 if block == _SMALL_BLOCK else 8
-    num_blocks = 1 if single else triton.cdiv(num_slots, block)
-    blocks_per_program = triton.cdiv(num_blocks, MAX_PROGRAMS)
-    if not single:
-        meta = {"LOCAL_PAD": local_pad, "BLOCK": block, "num_warps": num_warps}
-        launch(count_kernel, (num_blocks,), (topk_ids, block_counts, *ids), meta)
+    flat = topk_ids.is_contiguous()
     at_once = max(16, min(128, 8192 // local_pad))
     outputs = (row_of_slot, slot_of_row, expert_rows, expert_tiles, tile_expert)
+    if num_slots <= SLOTS_PER_BLOCK:
+        num_rank_programs = triton.cdiv(num_slots, _SLOTS_PER_RANK_PROGRAM)
+        launch(
+            rank_kernel,
+            (num_rank_programs + 1,),
+            (topk_ids, block_counts, *outputs, *ids, tile_size, num_rank_programs),
+            {
+                "LOCAL_PAD": local_pad,
+                "BLOCK": _SLOTS_PER_RANK_PROGRAM,
+                "CHUNK": 128 if num_slots <= 128 else _SLOTS_AT_ONCE,
+                "MAX_SLOTS": SLOTS_PER_BLOCK,
+                "TILES_AT_ONCE": at_once,
+                "FLAT": flat,
+                "num_warps": 4,
+            },
+        )
+        return
+    block = SLOTS_PER_BLOCK
+    num_blocks = triton.cdiv(num_slots, block)
+    blocks_per_program = triton.cdiv(num_blocks, MAX_PROGRAMS)
+    counting = {"LOCAL_PAD": local_pad, "BLOCK": block, "FLAT": flat, "num_warps": 8}
+    launch(count_kernel, (num_blocks,), (topk_ids, block_counts, *ids), counting)
     launch(
         place_kernel,
         (triton.cdiv(num_blocks, blocks_per_program),),
@@ -257,9 +347,9 @@ def sort_slots(
             "LOCAL_PAD": local_pad,
             "BLOCK": block,
             "LOG_BLOCK": block.bit_length() - 1,
-            "SINGLE": single,
             "BLOCKS_AT_ONCE": at_once,
             "TILES_AT_ONCE": at_once,
-            "num_warps": num_warps,
+            "FLAT": flat,
+            "num_warps": 8,
         },
     )
