@@ -72,6 +72,7 @@ class GpuMeasurer:
         self._child: ChildProcess | None = None
         self._problem: Problem | None = problems[0] if problems else None
         self._open: Problem | None = None
+        self._current = -1
         self.restarts = 0
         self.target: Target
         self.environment: Environment
@@ -233,6 +234,9 @@ class GpuMeasurer:
         except ChildDied as end:
             self._drop_child()
             raise ChildDied(f"the measuring process {end} while {phase}") from end
+        except BaseException:  # Ctrl-C: an answer that nobody waits for must not be taken for the next one's
+            self._drop_child()
+            raise
 
     def _ready_child(self, problem: Problem | None) -> ChildProcess:
         """A living child with `problem` open. Raises MeasureError when that cannot be had."""
