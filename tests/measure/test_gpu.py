@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fitune.errors import MeasureError, NoGpuError
+from fitune.measure.compile import CompilePool
 from fitune.measure.gpu import GpuMeasurer, Limits
 from fitune.measure.protocol import Outcome
 from fitune.problem import LayerShape, Problem
@@ -185,3 +186,19 @@ def test_noise_of_a_bad_tactic_is_an_error(sabotaged: Sabotaged) -> None:
 def test_no_gpu_is_said_so() -> None:
     with pytest.raises(NoGpuError, match="no usable GPU"):
         GpuMeasurer()
+
+
+def test_what_did_not_compile_ahead_never_reaches_the_child() -> None:
+    good = TILE.stage("gemm2")
+    aborts, hangs, greedy = (replace(good, gemm=replace(good.gemm, num_warps=warps)) for warps in (8, 2, 1))
+    with GpuMeasurer(device="cpu", problems=[PROBLEM]) as measurer:
+        measurer.use_precompiler(CompilePool(measurer.target, workers=2, limit_s=1.0, module="bad_child"))
+        measurer.warm([good])
+        outcomes = {o.tactic: o.status for o in measurer.stages(PROBLEM, [hangs, aborts, good, greedy], None)}
+        assert measurer.restarts == 0
+    assert outcomes == {
+        good: Status.OK,
+        aborts: Status.COMPILE_ERROR,
+        hangs: Status.TIMEOUT,
+        greedy: Status.OUT_OF_RESOURCES,
+    }
