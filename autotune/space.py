@@ -255,6 +255,12 @@ def _kernel_reason(stage: Stage, target: Target) -> str:
         return "activation: free in the swapped epilogue, a kernel of its own only adds traffic"
     if stage.finalize == "fused" and (gemm.block_k != 64 or gemm.num_stages != 4):
         return "finalize: atomics are enumerated at block_k 64 and 4 stages only; they add a fill and a cast kernel"
+    if stage.finalize == "fused" and (gemm.loads != "tma") and target.has_tma:
+        return "finalize: atomics are enumerated with TMA loads only; they add a fill and a cast kernel"
+    if gemm.loads == "pointer" and target.has_tma and (gemm.programs_per_sm > 1 or gemm.flatten):
+        return "pointer: persistent loops of several programs or one flat loop are enumerated with TMA loads only"
+    if gemm.group_m == 1 and gemm.schedule == "persistent":
+        return "group_m: a persistent loop that leaves an expert's block of weights at once reads it again"
     if gemm.block_k == 32 and target.has_wgmma:
         return "block_k: 32 starves the tensor cores"
     if gemm.num_stages == 2 and target.has_wgmma:

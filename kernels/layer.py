@@ -283,7 +283,7 @@ def _grouped_gemm(
             _descriptor(weights, (block_rows, gemm.block_k)) if w_tma else weights,
             target,
             ws.slot_of_row,
-            args.topk_weights,
+            args.topk_weights.contiguous() if atomic else args.topk_weights,
             ws.expert_rows,
             ws.expert_tiles,
             ws.tile_expert,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -93,7 +93,7 @@ def record(
 
         grid = read_grid(model, model_config, shape, dtype, redundant, ep, local_experts, tokens, routing, dispatch)
         limit_s = seconds_of(budget) if budget else None
-        plan = SearchPlan(grid.problems, budget_s=limit_s, seed=seed, sampler="exhaustive", force=True)
+        plan = SearchPlan(grid.problems, budget_s=limit_s, seed=seed, sampler="exhaustive", batch=SWEEP_BATCH, force=True)
         path = options.store_path(store)
         with measuring(measurer, grid.problems, grid.histograms, seed) as found:
             run(plan, found, path)
@@ -115,6 +115,10 @@ def latest_kernels(store: Store) -> str:
     if kernels != own:
         say(f"these times are of kernels {kernels}, this fitune has {own}: searches on them give stale cells")
     return kernels
+
+
+SWEEP_BATCH: Final = 32
+"""Stages handed over at once: enough that every compile worker has one while another is measured."""
 
 
 def check_out(out: Path) -> None:

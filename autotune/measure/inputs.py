@@ -223,12 +223,12 @@ class ProblemInputs:
                 tensor.fill_(nan)
 
     def hidden_accuracy(self, family: str) -> tuple[Accuracy, float]:
-        """Error of ws.hidden, and its largest error over the reference's RMS."""
+        """Error of ws.hidden, and the largest error of an element over its own size plus the reference's RMS."""
         actual = self.ws.hidden.index_select(0, self._rows(family))
         return _accuracy(actual, self.hidden_reference, self._hidden_scale)
 
     def out_accuracy(self) -> tuple[Accuracy, float]:
-        """Error of out, and its largest error over the reference's RMS."""
+        """Error of out, and the largest error of an element over its own size plus the reference's RMS."""
         return _accuracy(self.out, self.out_reference, self._out_scale)
 
     def _rows(self, family: str) -> Tensor:
@@ -267,9 +267,9 @@ def _rms(tensor: Tensor) -> float:
 def _accuracy(actual: Tensor, reference: Tensor, scale: float) -> tuple[Accuracy, float]:
     if reference.numel() == 0:
         return Accuracy(0.0, 0.0), 0.0
-    difference = torch.sub(actual, reference)
-    norm, largest = torch.stack(
-        [torch.linalg.vector_norm(difference), torch.linalg.vector_norm(difference, float("inf"))]
-    ).tolist()
     unit = scale or 1.0
-    return Accuracy(largest, norm / math.sqrt(reference.numel()) / unit), largest / unit
+    difference = torch.sub(actual, reference)
+    sums = [torch.linalg.vector_norm(difference), torch.linalg.vector_norm(difference, float("inf"))]
+    difference /= reference.abs().add_(unit)
+    norm, largest, relative = torch.stack([*sums, torch.linalg.vector_norm(difference, float("inf"))]).tolist()
+    return Accuracy(largest, norm / math.sqrt(reference.numel()) / unit), relative

@@ -75,6 +75,9 @@ class GraphTimer:
         torch.cuda.set_stream(self.stream)
         self._pool = torch.cuda.graph_pool_handle()
         self._events: list[torch.cuda.Event] = []
+        # A pool ends with its last graph, and cannot be used again: this graph never ends.
+        anchor = torch.zeros(1, device=device)
+        self._anchor = self.record([anchor.zero_])
 
     def record(self, bodies: Sequence[Body]) -> GraphRegion:
         graph = torch.cuda.CUDAGraph()

@@ -64,6 +64,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     monkeypatch.setattr(torch.cuda, "CUDAGraph", fake.graph)
     monkeypatch.setattr(torch.cuda, "Event", fake.event)
+    monkeypatch.setattr(torch, "zeros", lambda size, device: torch.ones(size))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: fake.log.append("wait"))
     return fake
 
