@@ -1,4 +1,4 @@
-"""What a store already knows about stages: the part of its records that this device, these kernels and this regime share."""
+"""What a store already knows about stages: its records of this device, these kernels and this regime."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ Ints = NDArray[np.int64]
 
 OFFSET: Final = 1.0
 SLOPE: Final = 0.25
-FIT_POINTS: Final = 110
-FIT_STEPS: Final = 18
+FIT_POINTS: Final = 90
+FIT_STEPS: Final = 14
 PRIOR_LENGTH: Final = 2.0
 PRIOR_SIGNAL: Final = 0.15
 PRIOR_NUGGET: Final = 0.03

@@ -112,7 +112,8 @@ def order_problems(problems: Sequence[Problem]) -> list[Problem]:
 
     So a search that is cut short covers the whole range thinly instead of one end of it, and every later key lies
     between neighbours that were measured before it. At one token point the larger number of local experts comes first:
-    its key has the most tiles, and the others of the point (the same rows per expert) start from it. Duplicates fall out.
+    its key has the most tiles, and the others of the point (the same rows per expert) start from it. Duplicates
+    fall out.
     """
     unique = list(dict.fromkeys(problems))
     points = sorted({problem.num_tokens for problem in unique})
@@ -121,7 +122,7 @@ def order_problems(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def _coarse_to_fine(count: int) -> list[int]:
-    """Positions 0..count-1: the last, the first, then the middle of every gap, widest gaps first."""
+    """Positions 0..count-1: the ends, then the middle of every gap, the widest (of equal ones the upper) first."""
     if count <= 2:
         return list(range(count))[::-1]
     order, gaps = [count - 1, 0], [(0, count - 1)]

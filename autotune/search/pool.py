@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import optuna
@@ -124,6 +124,8 @@ class StagePool:
     def matching(self, params: Mapping[str, Value]) -> list[int]:
         """Positions whose parameters agree with the given ones, which may be only some."""
         wanted = {name: value for name, value in params.items() if name in self.distributions}
+        if not wanted:
+            return list(range(len(self)))
         return [
             index for index, own in enumerate(self.params) if all(own[name] == value for name, value in wanted.items())
         ]
@@ -131,7 +133,9 @@ class StagePool:
 
 def suggest_stage(trial: optuna.Trial, pool: StagePool) -> Stage:
     """The stage a trial stands for: suggests every field; for use in an objective with one of our samplers."""
-    params = {name: trial.suggest_categorical(name, dist.choices) for name, dist in pool.distributions.items()}
+    params: dict[str, Any] = {
+        name: trial.suggest_categorical(name, dist.choices) for name, dist in pool.distributions.items()
+    }
     index = pool.index_of_params(params)
     assert index is not None, f"the study's sampler left the pool: {params}"
     return pool.stages[index]

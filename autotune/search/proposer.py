@@ -18,10 +18,14 @@ from fitune.tactic import Stage
 Ints = NDArray[np.int64]
 
 FAILED_PENALTY: Final = 1.0
-"""A failed stage counts as slower than its estimate by e to this, loosely."""
+FAILED_SPREAD: Final = 0.3
+"""To the time model a failed stage is slower than its estimate by e to the penalty, give or take the spread."""
+WORKING_PRIOR: Final = 0.5
+"""How many working stages an untried corner of the pool counts for, against failures at distance 0."""
+FAILURE_REACH: Final = 2.0
 RESIDUAL_LIMIT: Final = 1.5
-MAX_OWN_POINTS: Final = 260
-MAX_NEIGHBOUR_POINTS: Final = 70
+MAX_OWN_POINTS: Final = 160
+MAX_NEIGHBOUR_POINTS: Final = 50
 NOISE_FLOOR: Final = 0.003
 FIRST_OPTIMISM: Final = 0.7
 
@@ -37,12 +41,14 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class NeighbourTask:
-    """What another key's search measured: stages, their µs and estimated µs, and the key's place among the keys."""
+    """What another key's search measured: stages, their µs and estimated µs, the key's place among the keys, and the
+    stages that failed there."""
 
     stages: tuple[Stage, ...]
     time_us: tuple[float, ...]
     predicted_us: tuple[float, ...]
     coordinates: tuple[float, ...]
+    failed: tuple[Stage, ...] = ()
 
     def thinned(self, most: int = MAX_NEIGHBOUR_POINTS) -> NeighbourTask:
         """At most `most` of them: the faster half of that number, and the rest evenly over the others."""
@@ -56,6 +62,7 @@ class NeighbourTask:
             tuple(self.time_us[row] for row in order),
             tuple(self.predicted_us[row] for row in order),
             self.coordinates,
+            self.failed[:most],
         )
 
 
@@ -86,6 +93,10 @@ class Proposer:
         assert len({len(place) for place in places}) == 1, "coordinates of all keys have one length"
         grid = np.array(places, dtype=np.float64).reshape(len(places), -1)
         self._distance: Floats = np.abs(grid[:, None, :] - grid[None, :, :]).sum(-1)
+        failed = dict.fromkeys(stage for task in neighbours for stage in task.failed)
+        self._failed_elsewhere = np.array([stage_features(stage) for stage in failed]).reshape(
+            len(failed), pool.features.shape[1]
+        )
         self._shared = [self._neighbour_points(task, row + 1) for row, task in enumerate(self._neighbours)]
 
     def propose(self, observed: Sequence[Observation], pending: Sequence[int], free: Ints, count: int) -> list[int]:
@@ -95,14 +106,15 @@ class Proposer:
             posterior.believe(index)
         log_mean = self._log_predicted + centre + posterior.mean
         threshold = self._thresholds(observed)
+        works = self._chance_to_work(observed)
         left, chosen = free, []
         self.expected_gain = 0.0
         for turn in range(min(2 * count, len(free))):
             deviation = np.sqrt(posterior.variance[left])
             if threshold is None:
-                score = -(log_mean[left] + self._log_share(left) - FIRST_OPTIMISM * deviation)
+                score = np.log(works[left]) - log_mean[left] - self._log_share(left) + FIRST_OPTIMISM * deviation
             else:
-                score = _gain(log_mean[left], deviation, threshold[left])
+                score = _gain(log_mean[left], deviation, threshold[left]) * works[left]
                 if turn == 0:
                     self.expected_gain = float(score.max()) / float(np.exp(log_mean[left[np.argmax(score)]]))
                 # Where nothing promises a gain, the order of the optimistic bound decides.
@@ -121,6 +133,22 @@ class Proposer:
         for item in observed:
             expected[item.index] = math.inf if item.time_us is None else item.time_us
         return expected
+
+    def _chance_to_work(self, observed: Sequence[Observation]) -> Floats:
+        """How likely each member is to run, from the failures and successes around it, float64 [len(pool)].
+
+        The time model's penalty alone does not do where everything failed so far: this tells corners apart then.
+        """
+        failed = [item.index for item in observed if item.time_us is None]
+        worked = [item.index for item in observed if item.time_us is not None]
+        if not failed and not len(self._failed_elsewhere):
+            return np.ones(len(self.pool))
+        x = self.pool.features
+        against = _closeness(x, x[failed])
+        if len(self._failed_elsewhere):
+            against = against + _closeness(x, self._failed_elsewhere)
+        in_favour = WORKING_PRIOR + _closeness(x, x[worked])
+        return in_favour / (in_favour + against)
 
     def _thresholds(self, observed: Sequence[Observation]) -> Floats | None:
         """The µs below which a member would improve the best pair (or, with no other side, the best stage)."""
@@ -158,22 +186,19 @@ class Proposer:
         )
 
     def _own_points(self, observed: Sequence[Observation]) -> tuple[Points, float]:
-        kept = _thin(observed)
+        worked = [item for item in observed if item.time_us is not None]
+        # Before anything worked, failures would only lift the level of the whole pool: the model must not see them.
+        kept = _thin(observed) if worked else []
         rows = np.array([item.index for item in kept], dtype=np.int64)
-        residual = np.array(
-            [
-                math.log(item.time_us) - self._log_predicted[item.index] if item.time_us is not None else math.nan
-                for item in kept
-            ]
-        )
-        known = residual[~np.isnan(residual)]
-        centre = float(np.median(known)) if len(known) else 0.0
-        y = np.where(np.isnan(residual), FAILED_PENALTY, residual - centre)
-        noise = [0.3**2 if item.time_us is None else max(item.halfwidth / 1.96, NOISE_FLOOR) ** 2 for item in kept]
+        times = np.array([math.nan if item.time_us is None else item.time_us for item in kept], dtype=np.float64)
+        residual = np.log(times) - self._log_predicted[rows]
+        ran = ~np.isnan(residual)
+        centre = float(np.median(residual[ran])) if worked else 0.0
+        y = np.clip(np.where(ran, residual - centre, FAILED_PENALTY), -RESIDUAL_LIMIT, RESIDUAL_LIMIT)
+        own = np.array([max(item.halfwidth / 1.96, NOISE_FLOOR) for item in kept])
+        noise = np.where(ran, own, FAILED_SPREAD) ** 2
         z = self._log_predicted - float(self._log_predicted.mean())
-        y = np.clip(y, -RESIDUAL_LIMIT, RESIDUAL_LIMIT)
-        task = np.zeros(len(kept), dtype=np.int64)
-        return Points(self.pool.features[rows], task, z[rows], y, np.array(noise)), centre
+        return Points(self.pool.features[rows], np.zeros(len(kept), dtype=np.int64), z[rows], y, noise), centre
 
     def _posterior(self, observed: Sequence[Observation]) -> tuple[Posterior, float]:
         """The posterior over the pool and the shift of its mean; the last one is kept, and handed out as a copy."""
@@ -192,7 +217,7 @@ class Proposer:
             np.concatenate([part.y for part in parts]),
             np.concatenate([part.noise for part in parts]),
         )
-        if len(points) >= 4 and (len(own) >= 1.4 * self._fitted_at or not self._fitted_at):
+        if len(points) >= 4 and (len(own) >= 1.6 * self._fitted_at or not self._fitted_at):
             self._hyper = fit(points, self._distance, self._hyper)
             self._fitted_at = max(len(own), 3)
         z = self._log_predicted - float(self._log_predicted.mean())
@@ -201,11 +226,17 @@ class Proposer:
         return Posterior(self._hyper, points, query, self._distance), centre
 
 
+def _closeness(x: Floats, others: Floats) -> Floats:
+    """Sum over `others` of a kernel that is 1 at the same stage and falls with the steps between, float64 [len(x)]."""
+    steps = np.abs(x[:, None, :] - others[None, :, :]).sum(-1)
+    return np.asarray(np.exp(-steps / FAILURE_REACH).sum(1))
+
+
 def _thin(observed: Sequence[Observation]) -> list[Observation]:
     """At most MAX_OWN_POINTS observations: the fast ones, and every so many of the rest."""
     if len(observed) <= MAX_OWN_POINTS:
         return list(observed)
-    order = sorted(observed, key=lambda item: (math.inf if item.time_us is None else item.time_us, item.index))
+    order = sorted(observed, key=lambda item: (item.time_us or math.inf, item.index))
     half = MAX_OWN_POINTS // 2
     rest = order[half:]
     picked = np.linspace(0, len(rest) - 1, MAX_OWN_POINTS - half).astype(int)
@@ -223,4 +254,22 @@ def _gain(log_mean: Floats, deviation: Floats, threshold: Floats) -> Floats:
 
 
 def _normal_cdf(z: Floats) -> Floats:
-    return np.array([0.5 * math.erfc(-value / math.sqrt(2.0)) for value in z])
+    """The normal distribution function, to a relative 2e-7 in both tails (a Chebyshev fit of erfc)."""
+    x = np.abs(z) / math.sqrt(2.0)
+    t = 1.0 / (1.0 + 0.5 * x)
+    tail = 0.5 * t * np.exp(-x * x + np.polynomial.polynomial.polyval(t, _ERFC))
+    return np.where(z > 0.0, 1.0 - tail, tail)
+
+
+_ERFC: Final = (
+    -1.26551223,
+    1.00002368,
+    0.37409196,
+    0.09678418,
+    -0.18628806,
+    0.27886807,
+    -1.13520398,
+    1.48851587,
+    -0.82215223,
+    0.17087277,
+)

@@ -38,7 +38,6 @@ from fitune.search.plan import (
     order_problems,
     restrict_to_recording,
 )
-from fitune.search.pool import head_of
 from fitune.search.sampler import PoolSampler
 from fitune.search.study import Asked, Ledger, open_ledger
 from fitune.tactic import STAGES, Stage, StageName, Tactic
@@ -154,8 +153,11 @@ class _Run:
         if deadline is not None:
             share = deadline - self.clock()
             stages_end = deadline - min(FINALS_SHARE * share, 1.2 * self.finals_s if self.made else share)
-        self._search_stages(key, problem, ledgers, stages_end)
+        reserve = 0 if self.plan.trials is None else min(4, self.plan.trials // 8)
+        self._search_stages(key, problem, ledgers, stages_end, reserve)
         self._complete(key, problem, ledgers)
+        if reserve:
+            self._search_stages(key, problem, ledgers, stages_end, 0)
         self._finish(key, problem, ledgers, default, index, total)
 
     def _ledger(self, key: Key, problem: Problem, part: StageName, default: Tactic) -> Ledger:
@@ -192,10 +194,11 @@ class _Run:
     def _planned(self, ledger: Ledger) -> int:
         return len(ledger.pool) if self.plan.trials is None else min(self.plan.trials, len(ledger.pool))
 
-    def _search_stages(self, key: Key, problem: Problem, ledgers: list[Ledger], end: float | None) -> None:
-        """Batches of both GEMMs in turns until none has anything left to try."""
+    def _search_stages(
+        self, key: Key, problem: Problem, ledgers: list[Ledger], end: float | None, reserve: int
+    ) -> None:
+        """Batches of both GEMMs in turns until none has anything left to try; `reserve` trials stay unused."""
         open_parts = [ledger for ledger in ledgers if ledger.num_left]
-        reserve = 0 if self.plan.trials is None else min(4, self.plan.trials // 8)
         while open_parts:
             for ledger in list(open_parts):
                 room = self._planned(ledger) - len(ledger.results)

@@ -8,7 +8,7 @@ They work in a plain study:
 
 Every field of a stage is a categorical parameter of its own, so importances work; all are drawn together, so no
 illegal combination can come up. Trials that were pruned or failed count as measured. When the pool is used up,
-`study.optimize` is stopped, and `ask` raises PoolExhausted.
+`study.optimize` is stopped; under ask and tell the next suggestion raises PoolExhausted.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -49,6 +50,7 @@ class Ledger:
         self._predicted = dict(zip(pool.stages, predicted_us.tolist(), strict=True))
         self._origin = origin
         self._waiting: set[Stage] = set()
+        self._withdrawn: set[Stage] = set()
         with _quiet():
             self.study = optuna.create_study(study_name=name, sampler=sampler, direction="minimize")
 
@@ -79,8 +81,8 @@ class Ledger:
 
     @property
     def num_left(self) -> int:
-        """Pool members without a result."""
-        return len(self.pool) - len(self.results)
+        """Pool members that can still be asked for."""
+        return len(self.pool) - len(self.results) - len(self._withdrawn)
 
     def ask(self, count: int) -> list[Asked]:
         """Up to `count` unmeasured stages; those in line come first."""
@@ -109,7 +111,8 @@ class Ledger:
             self.study.tell(asked.trial, self._told_us(asked.stage, result))
 
     def withdraw(self, asked: Asked) -> None:
-        """Close a trial whose stage was never measured."""
+        """Close a trial whose stage the measurer left out; this study does not ask for it again."""
+        self._withdrawn.add(asked.stage)
         with _quiet():
             self.study.tell(asked.trial, state=TrialState.FAIL)
 
@@ -163,8 +166,9 @@ class Ledger:
     def _told_us(self, stage: Stage, result: StageResult) -> float:
         if result.time_us is not None:
             return result.time_us
-        slowest = max((other.time_us for other in self.results.values() if other.time_us is not None), default=0.0)
-        return PENALTY * max(slowest, self._predicted.get(stage, 0.0), 1.0)
+        times = [other.time_us for other in self.results.values() if other.time_us is not None]
+        slowest: float = max([*times, self._predicted.get(stage, 0.0), 1.0])
+        return PENALTY * slowest
 
 
 def stage_params_of(pool: StagePool, stage: Stage) -> dict[str, str | int | bool]:
@@ -242,14 +246,14 @@ def study_of(
 def _neighbour_tasks(key: Key, part: StageName, target: Target, evidence: Evidence) -> list[NeighbourTask]:
     tasks = []
     for other in evidence.neighbours(key, part):
-        timed = {
-            stage: result.time_us
-            for stage, result in evidence.stages(other, part).items()
-            if result.time_us is not None
-        }
+        results = evidence.stages(other, part)
+        timed = {stage: result.time_us for stage, result in results.items() if result.time_us is not None}
+        failed = tuple(stage for stage, result in results.items() if result.time_us is None)
         predicted = cost.predict_many_us(tuple(timed), other.problem(), target)
         tasks.append(
-            NeighbourTask(tuple(timed), tuple(timed.values()), tuple(predicted.tolist()), key_coordinates(other))
+            NeighbourTask(
+                tuple(timed), tuple(timed.values()), tuple(predicted.tolist()), key_coordinates(other), failed
+            )
         )
     return tasks
 
@@ -263,12 +267,12 @@ def _attributes(stage: Stage, result: StageResult) -> dict[str, str | float]:
     }
 
 
-class _quiet:
+@contextmanager
+def _quiet() -> Iterator[None]:
     """Keeps Optuna's per-trial log lines off the terminal."""
-
-    def __enter__(self) -> None:
-        self._level = optuna.logging.get_verbosity()
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-
-    def __exit__(self, *_: object) -> None:
-        optuna.logging.set_verbosity(self._level)
+    level = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        yield
+    finally:
+        optuna.logging.set_verbosity(level)

@@ -6,15 +6,18 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
+
 from fitune import space
 from fitune.measure.protocol import Outcome
 from fitune.problem import LayerShape, Problem
 from fitune.record import Measurement, Regime, Status
 from fitune.search.pool import stage_features
 from fitune.tactic import Stage, StageName, Tactic
-from fitune.target import KNOWN_TARGETS, Environment
+from fitune.target import KNOWN_TARGETS, Environment, Target
 
 TARGET = KNOWN_TARGETS["sm_90"]
 SHAPE = LayerShape(7168, 2048, 256, 8)
@@ -119,9 +122,42 @@ def best_layer_us(measurer: SyntheticMeasurer, key: Problem) -> float:
     return 3.0 + min(sides["gemm1"][head] + sides["gemm2"][head] for head in shared)
 
 
+@dataclass(frozen=True)
+class FewStages:
+    """A space of a random `count` stages of every legal pool, the default and its partners among them."""
+
+    count: int = 60
+
+    def pool(self, key: Problem, target: Target, stage: StageName) -> list[Stage]:
+        return few_stages(key, stage, self.count)
+
+    def missing(self, key: Problem, target: Target, stage: StageName) -> int:
+        return 0
+
+    def default(self, key: Problem, target: Target) -> Tactic:
+        return space.default_tactic(key, target)
+
+
 def few_stages(key: Problem, name: StageName, count: int = 300, seed: int = 0) -> list[Stage]:
     """A random part of the legal pool, so that tests are quick."""
     pool = space.pool(key, TARGET, name)
     rng = np.random.default_rng(seed)
     rows = sorted(rng.choice(len(pool), min(count, len(pool)), replace=False).tolist())
     return [pool[row] for row in rows]
+
+
+@pytest.fixture(scope="session")
+def lab() -> SimpleNamespace:
+    """The landscape and its helpers."""
+    names = [
+        "Landscape",
+        "SyntheticMeasurer",
+        "FewStages",
+        "problem",
+        "best_layer_us",
+        "few_stages",
+        "luck",
+        "TARGET",
+        "ENVIRONMENT",
+    ]
+    return SimpleNamespace(**{name: globals()[name] for name in names})
