@@ -21,6 +21,7 @@ from fitune.search.sampler import (
     SweepSampler,
     TpePoolSampler,
 )
+from fitune.tactic import Stage
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -177,6 +178,29 @@ def test_the_other_side_decides_between_heads(lab: SimpleNamespace) -> None:
         stage = suggest_stage(trial, pool)
         assert stage.tile_size == 128
         study.tell(trial, land.time_us(stage, key))
+
+
+def test_leaves_a_corner_where_everything_failed(lab: SimpleNamespace) -> None:
+    """With failures alone to go by, the proposals must move away from them instead of trying their neighbours."""
+    key = lab.problem(1)
+    pool = StagePool([stage for stage in lab.few_stages(key, "gemm2", 10_000) if stage.family == "tile"])
+    predicted = cost.predict_many_us(pool.stages, key, lab.TARGET)
+    likely = pool.stages[int(np.argmin(predicted))]
+
+    def fails(stage: Stage) -> bool:
+        return stage.gemm.block_n == likely.gemm.block_n
+
+    study = optuna.create_study(sampler=PoolSampler(pool, predicted, batch=5))
+    ended = []
+    for _ in range(3):
+        trials = [study.ask() for _ in range(5)]
+        stages = [suggest_stage(trial, pool) for trial in trials]
+        for trial, stage in zip(trials, stages, strict=True):
+            ended.append(fails(stage))
+            trial.set_user_attr("status", "compile_error" if ended[-1] else "ok")
+            study.tell(trial, 1e4 if ended[-1] else 50.0)
+    assert all(ended[:5]), "the estimates alone point into the corner"
+    assert not all(ended), "three rounds in the corner where everything fails"
 
 
 def test_importances_work_on_the_study(lab: SimpleNamespace) -> None:
