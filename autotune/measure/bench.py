@@ -21,14 +21,14 @@ Notify = Callable[[dict[str, Any]], None]
 FIRST_SAMPLES: Final = 3
 MIN_SAMPLES: Final = 6
 MAX_SAMPLES: Final = 15
-SAMPLING_US: Final = 60_000.0
+SAMPLING_US: Final = 30_000.0
 REGION_US: Final = 200.0
 MAX_CALLS: Final = 32
 PARTS_EVERY: Final = 4
 NOISE_ROUNDS: Final = (8, 24)
 NOISE_US: Final = 1_000_000.0
 # By dtype: largest error of an element over (its own size + RMS of the reference), and RMS of the error over that RMS.
-TOLERANCES: Final[dict[str, tuple[float, float]]] = {"bf16": (0.05, 1e-2), "fp16": (0.01, 2e-3), "fp32": (1e-3, 1e-4)}
+TOLERANCES: Final[dict[str, tuple[float, float]]] = {"bf16": (0.15, 1e-2), "fp16": (0.03, 2e-3), "fp32": (1e-3, 1e-4)}
 BOTH: Final[tuple[StageName, StageName]] = ("gemm1", "gemm2")
 
 

@@ -122,7 +122,7 @@ class RecordingMeasurer:
             beside + first.ci_high_us + second.ci_high_us,
             min(first.samples, second.samples),
             Regime(taken.timer, COMPOSED, taken.l2, taken.routing, taken.seed, False),
-            tuple((name, value) for name, value in listed if value),
+            tuple((name, value) for name, value in listed if value > 0),
         )
         return Outcome(tactic, Status.OK, measurement)
 
