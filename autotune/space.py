@@ -298,7 +298,7 @@ def _load_reason(stage: Stage, problem: Problem) -> str:
     rows = rows_of_active_expert(problem)
     if tile > max(32, 2 * _power_at_least(rows)):
         return f"padding: tile_size {tile} for {rows:.0f} rows per active expert"
-    if tile * (8 if tile >= 64 else 2) < rows:
+    if tile <= 64 and tile * (8 if tile == 64 else 2) < rows:
         return f"tiles: tile_size {tile} cuts {rows:.0f} rows per expert into {num_tiles(int(rows), tile)} tiles"
     if gemm.swap_ab and rows > SWAP_MAX_ROWS_PER_EXPERT:
         return f"swap: {rows:.0f} rows per expert fill the M side as they are"
@@ -335,5 +335,6 @@ def default_tactic(problem: Problem, target: Target) -> Tactic:
             second = GemmTactic(64, 64, 8, 4, stages, swap_ab=True)
             return Tactic("tile", tile, first, second)
         return Tactic("tile", tile, GemmTactic(128, 64, 8, 8, stages), GemmTactic(128, 64, 8, 8, stages))
-    gemm = GemmTactic(128, 64 if stages > 2 else 32, 8, 4 if tile < 128 else 8, stages)
+    block_n = 64 if problem.shape.item_bytes > 2 and target.shared_bytes < 100_000 else 128
+    gemm = GemmTactic(block_n, 64 if stages > 2 else 32, 8, 4 if tile < 128 else 8, stages)
     return Tactic("tile", tile, gemm, gemm)

@@ -20,8 +20,8 @@ import torch
 
 from fitune import space
 from fitune.kernels import reference
-from fitune.kernels.layer import INTERPRETED, TORCH_DTYPES, LayerArgs, Workspace, can_use_tma, row_of_slots, run_layer
 from fitune.kernels.launch import run
+from fitune.kernels.layer import INTERPRETED, TORCH_DTYPES, LayerArgs, Workspace, can_use_tma, row_of_slots, run_layer
 from fitune.problem import DType, LayerShape, Problem
 from fitune.tactic import STAGES, TILE_SIZES, Stage, StageName, Tactic, parse_tactic
 from fitune.target import KNOWN_TARGETS
