@@ -38,6 +38,7 @@ def compile_only(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta
         "shared_bytes": compiled.metadata.shared,
         "wide_loads": len(re.findall(r"ld\.global\S*\.v4", ptx)),
         "wide_stores": len(re.findall(r"st\.global\S*\.v4", ptx)),
+        "loops_in_64_bits": len(re.findall(r"scf\.for .*: i64", compiled.asm["ttir"])),
     }
     print(json.dumps(facts), flush=True)
 

@@ -1,4 +1,4 @@
-"""The kernels beside the GEMMs compile for Hopper, and the memory-bound ones move 16 bytes at a time."""
+"""Kernels compile for Hopper without a GPU: GEMMs neither spill nor wait, others move 16 bytes at a time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,22 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fitune.measure.compile import compile_stages
+from fitune.models import preset
+from fitune.problem import Problem
+from fitune.record import Status
+from fitune.space import legality, shared_memory_bytes
+from fitune.tactic import parse_stage
+from fitune.target import KNOWN_TARGETS
+
 SHARED_BYTES_LIMIT = 232_448
 MOVERS = {"permute_kernel", "swiglu_kernel", "combine_kernel", "cast_kernel", "zero_kernel"}
+WALKERS = {"permute_kernel", "swiglu_kernel"}
 
 
 @pytest.mark.slow
@@ -26,7 +36,8 @@ def test_compiles_for_hopper(tmp_path: Path) -> None:
     facts = [json.loads(line) for line in done.stdout.splitlines()]
     assert Counter(fact["kernel"] for fact in facts) == {
         "count_kernel": 1,
-        "place_kernel": 3,
+        "rank_kernel": 2,
+        "place_kernel": 1,
         **dict.fromkeys(MOVERS - {"combine_kernel"}, 2),
         "combine_kernel": 4,
         "softmax_kernel": 1,
@@ -37,3 +48,49 @@ def test_compiles_for_hopper(tmp_path: Path) -> None:
         if fact["kernel"] in MOVERS:
             assert fact["wide_stores"] > 0, fact
             assert fact["wide_loads"] > 0 or fact["kernel"] == "zero_kernel", fact
+        if fact["kernel"] in WALKERS:
+            assert fact["loops_in_64_bits"] == 1, fact
+
+
+# One stage of each class the GEMM kernels branch on, and a token count whose pool holds it (DeepSeek-V3, EP 16).
+STAGES_FOR_HOPPER = {
+    "t16 g2:64x128/g8/w4/s4/p2/tma/swap fin:reduce": 512,
+    "t32 gather:fused act:fused g1:128x64/g8/w4/s4/p1/tma/swap": 512,
+    "t64 gather:fused act:fused g1:128x64/g8/w4/s3/grid/ptr/swap": 2048,
+    "t64 g2:64x64/g8/w4/s4/grid/tma/swap fin:fused": 2048,
+    "t128 gather:fused act:fused g1:256x64/g8/w8/s3/p1/tma": 4096,
+    "t128 gather:permute act:fused g1:128x64/g8/w8/s4/p1/tma": 4096,
+    "t128 gather:permute act:separate g1:256x64/g8/w8/s3/p1f/tma": 4096,
+    "t128 g2:256x64/g8/w8/s4/p1f/tma fin:reduce": 4096,
+    "t128 g2:128x64/g1/w8/s3/grid/ptr fin:reduce": 16384,
+    "t256 gather:fused act:separate g1:128x64/g8/w8/s3/grid/ptr": 16384,
+    "gemv t1 gather:fused act:fused g1:8x1024/g1/w4/s1/p16/ptr": 8,
+    "gemv t1 g2:4x1024/g1/w4/s1/grid/ptr fin:reduce": 8,
+}
+
+
+@pytest.mark.slow
+def test_gemms_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    target = KNOWN_TARGETS["sm_90"]
+    problem = Problem(preset("deepseek-v3").shape, 16, 8)
+    stages = [parse_stage(text) for text in STAGES_FOR_HOPPER]
+    for stage, num_tokens in zip(stages, STAGES_FOR_HOPPER.values(), strict=True):
+        assert legality(stage, replace(problem, num_tokens=num_tokens), target) == "", str(stage)
+    for report in compile_stages(stages, problem, target, workers=2):
+        text = str(report.stage)
+        assert report.status is Status.OK, (text, report.error)
+        assert report.spill_bytes == 0 and report.stack_bytes == 0, text
+        assert not report.serialized_wgmma, text
+        assert report.registers and report.shared_bytes is not None, text
+        assert shared_memory_bytes(report.stage, problem.shape) <= report.shared_bytes <= target.shared_bytes, text
+
+
+@pytest.mark.slow
+def test_one_slot_compiles_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token of a top-1 layer: the smallest blocks there are."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    problem = Problem(preset("llama4-maverick").shape, 16, 1)
+    stages = [parse_stage(text) for text in list(STAGES_FOR_HOPPER)[-2:]]
+    for report in compile_stages(stages, problem, KNOWN_TARGETS["sm_90"], workers=2):
+        assert report.status is Status.OK and report.spill_bytes == 0, (str(report.stage), report.error)
