@@ -49,6 +49,23 @@ def fused_moe(
         result: Tensor = fused_moe_op(x, w13, w2, topk_weights, topk_ids, num_experts, local_expert_offset, *texts)
         return result if out is None else out.copy_(result)
     options = (num_experts, local_expert_offset, store, dispatch, routing, policy, miss_log)
+    return dispatcher_of(x, w13, topk_ids, *options)(x, w13, w2, topk_weights, topk_ids, out)
+
+
+def dispatcher_of(
+    x: Tensor,
+    w13: Tensor,
+    topk_ids: Tensor,
+    num_experts: int,
+    local_expert_offset: int,
+    store: Path | str | None,
+    dispatch: Dispatch,
+    routing: str | None,
+    policy: Policy,
+    miss_log: Path | str | None,
+) -> Dispatcher:
+    """The kept dispatcher of such calls, made at the first of them. Raises DispatchError and StoreError."""
+    options = (num_experts, local_expert_offset, store, dispatch, routing, policy, miss_log)
     try:
         key = (x.shape[1:], x.dtype, x.device, w13.shape, topk_ids.shape[1:], options)
     except AttributeError as error:
@@ -56,7 +73,7 @@ def fused_moe(
     dispatcher = DEFAULT.dispatchers.get(key)
     if dispatcher is None:
         dispatcher = DEFAULT.dispatchers[key] = _make_dispatcher(x, w13, topk_ids, *options)
-    return dispatcher(x, w13, w2, topk_weights, topk_ids, out)
+    return dispatcher
 
 
 def forget() -> None:

@@ -110,6 +110,27 @@ class Dispatcher:
         if torch.compiler.is_compiling():
             result: Tensor = dispatch_op(x, w13, w2, topk_weights, topk_ids, self._handle)
             return result if out is None else out.copy_(result)
+        return self._call(x, w13, w2, topk_weights, topk_ids, out, keep=True)
+
+    def in_operator(self, x: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        """The call as an operator of a compiled program makes it: nothing it allocates outlives it but the result.
+
+        Such a program may run under a memory pool of its own (Inductor's CUDA graphs), where a workspace kept for
+        later calls would be an allocation that nobody accounts for.
+        """
+        return self._call(x, w13, w2, topk_weights, topk_ids, None, keep=False)
+
+    def _call(
+        self,
+        x: Tensor,
+        w13: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        out: Tensor | None,
+        *,
+        keep: bool,
+    ) -> Tensor:
         num_tokens = self._binding.check(x, w13, w2, topk_weights, topk_ids)
         if out is None:
             out = x.new_empty((num_tokens, self._problem.shape.hidden_size))
@@ -123,7 +144,7 @@ class Dispatcher:
             plan = self._plan_off_table(num_tokens)
         plan.calls += 1
         args = LayerArgs(x, w13, w2, topk_weights, topk_ids, self._problem.local_expert_offset)
-        self._launch(plan, args, num_tokens, out)
+        self._launch(plan, args, num_tokens, out, keep)
         return out
 
     def __deepcopy__(self, memo: dict[int, object]) -> Dispatcher:
@@ -174,7 +195,7 @@ class Dispatcher:
             ids = torch.full((most, shape.top_k), -1, dtype=dtype, device=self._device)
             for n in sorted(counts, reverse=True):
                 args = LayerArgs(x[:n], w13, w2, weights[:n], ids[:n], self._problem.local_expert_offset)
-                self._launch(self.plan(n), args, n, out[:n])
+                self._launch(self.plan(n), args, n, out[:n], keep=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return len(counts) * len(ID_DTYPES)
@@ -216,7 +237,7 @@ class Dispatcher:
     def policy(self) -> Policy:
         return self._policy
 
-    def _launch(self, plan: Plan, args: LayerArgs, num_tokens: int, out: Tensor) -> None:
+    def _launch(self, plan: Plan, args: LayerArgs, num_tokens: int, out: Tensor, keep: bool) -> None:
         if not self._can_run:
             check_can_run(self._device)
             self._can_run = True
@@ -225,19 +246,21 @@ class Dispatcher:
             plan.launch(args, self._workspaces.shared(num_tokens, 0), out)
         elif device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
-                self._launch_on_gpu(plan, args, num_tokens, out)
+                self._launch_on_gpu(plan, args, num_tokens, out, keep)
         else:
-            self._launch_on_gpu(plan, args, num_tokens, out)
+            self._launch_on_gpu(plan, args, num_tokens, out, keep)
         plan.ran = True
 
-    def _launch_on_gpu(self, plan: Plan, args: LayerArgs, num_tokens: int, out: Tensor) -> None:
+    def _launch_on_gpu(self, plan: Plan, args: LayerArgs, num_tokens: int, out: Tensor, keep: bool) -> None:
         if torch.cuda.is_current_stream_capturing():
             if not plan.ran:
                 message = "tactic %s is compiled during CUDA-graph capture, which can fail; call warm() before it"
                 self._runtime.say_once(("cold", plan.tactic), message, plan.tactic)
-            workspace = self._workspaces.own(num_tokens)
-        else:
+            keep = False
+        if keep:
             workspace = self._workspaces.shared(num_tokens, torch._C._cuda_getCurrentRawStream(self._device.index))
+        else:
+            workspace = self._workspaces.own(num_tokens)
         plan.launch(args, workspace, out)
 
     def _plan_off_table(self, num_tokens: int) -> Plan:

@@ -11,7 +11,7 @@ from fitune.dispatch.runtime import DEFAULT
 @torch.library.custom_op("fitune::dispatch", mutates_args=())
 def dispatch_op(x: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, handle: int) -> Tensor:
     """A call of the dispatcher with this handle, which lives in this process."""
-    return DEFAULT.live(handle)(x, w13, w2, topk_weights, topk_ids)
+    return DEFAULT.live(handle).in_operator(x, w13, w2, topk_weights, topk_ids)
 
 
 @dispatch_op.register_fake
@@ -35,22 +35,21 @@ def fused_moe_op(
     miss_log: str,
 ) -> Tensor:
     """`fitune.fused_moe`; empty texts stand for None. All it needs is in its arguments, so it can be exported."""
-    from fitune.dispatch.api import fused_moe
+    from fitune.dispatch.api import dispatcher_of
 
-    return fused_moe(
+    dispatcher = dispatcher_of(
         x,
         w13,
-        w2,
-        topk_weights,
         topk_ids,
-        num_experts=num_experts,
-        local_expert_offset=local_expert_offset,
-        store=store or None,
-        dispatch=dispatch,  # type: ignore[arg-type]
-        routing=routing or None,
-        policy=policy,  # type: ignore[arg-type]
-        miss_log=miss_log or None,
+        num_experts,
+        local_expert_offset,
+        store or None,
+        dispatch,  # type: ignore[arg-type]
+        routing or None,
+        policy,  # type: ignore[arg-type]
+        miss_log or None,
     )
+    return dispatcher.in_operator(x, w13, w2, topk_weights, topk_ids)
 
 
 @fused_moe_op.register_fake
