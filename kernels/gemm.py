@@ -59,18 +59,26 @@ def _load_weights(
     stride_w_k,
     N: tl.constexpr,
     K: tl.constexpr,
+    WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TMA: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    """[ROWS, BLOCK_K] of one expert's weights, zero beyond K. Rows beyond N hold other weights: never stored."""
+    """[ROWS, BLOCK_K] of one expert's weights, zero beyond K. Rows beyond N hold other weights: never stored.
+
+    WIDE: an element of the expert may lie 2^31 or more from its first.
+    """
     if TMA:
         w = W.load([expert * N + n, k])
     else:
         offs_n = n + tl.arange(0, ROWS)
-        if N % ROWS != 0:
+        if WIDTH % ROWS != 0:
             offs_n = tl.minimum(offs_n, N - 1)
         offs_k = k + tl.arange(0, BLOCK_K)
+        if WIDE:
+            offs_n = offs_n.to(tl.int64)
+            offs_k = offs_k.to(tl.int64)
         pointers = W + expert.to(tl.int64) * stride_w_e + offs_n[:, None] * stride_w_n + offs_k[None, :] * stride_w_k
         if K % BLOCK_K == 0:
             w = tl.load(pointers)
@@ -127,6 +135,7 @@ def _compute_tile(
     A_TMA: tl.constexpr,
     W_TMA: tl.constexpr,
     SWAP: tl.constexpr,
+    WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     # SWIGLU: BLOCK_N weight rows are half gate, half up; the output is half as wide as the weights.
@@ -151,10 +160,12 @@ def _compute_tile(
         acc_up = acc
     for k in range(0, K, BLOCK_K):
         a = _load_rows(A, row, k, a_offsets, stride_a_k, K, BLOCK_K, A_TMA)
-        w = _load_weights(W, expert, n, k, stride_w_e, stride_w_n, stride_w_k, N, K, ROWS, BLOCK_K, W_TMA)
+        w = _load_weights(W, expert, n, k, stride_w_e, stride_w_n, stride_w_k, N, K, WIDTH, ROWS, BLOCK_K, W_TMA, WIDE)
         acc = _multiply(a, w, acc, SWAP, UPCAST)
         if SWIGLU:
-            up = _load_weights(W, expert, WIDTH + n, k, stride_w_e, stride_w_n, stride_w_k, N, K, ROWS, BLOCK_K, W_TMA)
+            up = _load_weights(
+                W, expert, WIDTH + n, k, stride_w_e, stride_w_n, stride_w_k, N, K, WIDTH, ROWS, BLOCK_K, W_TMA, WIDE
+            )
             acc_up = _multiply(a, up, acc_up, SWAP, UPCAST)
     if SWIGLU:
         acc = _silu(acc) * acc_up
@@ -215,6 +226,7 @@ def grouped_gemm_kernel(
     SWAP: tl.constexpr,
     PERSISTENT: tl.constexpr,
     FLATTEN: tl.constexpr,
+    WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     ROWS: tl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N
@@ -227,12 +239,12 @@ def grouped_gemm_kernel(
             _compute_tile(
                 tile, A, W, Out, SlotOfRow, SlotWeights, ExpertRows, ExpertTiles, TileExpert, group_m,
                 stride_a_m, stride_a_k, stride_w_e, stride_w_n, stride_w_k, stride_out_m,
-                N, K, TOP_K, TILE, BLOCK_N, BLOCK_K, GATHER, SWIGLU, ATOMIC, A_TMA, W_TMA, SWAP, UPCAST,
+                N, K, TOP_K, TILE, BLOCK_N, BLOCK_K, GATHER, SWIGLU, ATOMIC, A_TMA, W_TMA, SWAP, WIDE, UPCAST,
             )  # fmt: skip
     else:
         if first < total:
             _compute_tile(
                 first, A, W, Out, SlotOfRow, SlotWeights, ExpertRows, ExpertTiles, TileExpert, group_m,
                 stride_a_m, stride_a_k, stride_w_e, stride_w_n, stride_w_k, stride_out_m,
-                N, K, TOP_K, TILE, BLOCK_N, BLOCK_K, GATHER, SWIGLU, ATOMIC, A_TMA, W_TMA, SWAP, UPCAST,
+                N, K, TOP_K, TILE, BLOCK_N, BLOCK_K, GATHER, SWIGLU, ATOMIC, A_TMA, W_TMA, SWAP, WIDE, UPCAST,
             )  # fmt: skip

@@ -23,7 +23,9 @@ def _local_experts_of_slots(
 
 
 @triton.jit
-def _load_weights(W, offs_n, offs_k, stride_n, stride_k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def _load_weights(W, offs_n, offs_k, stride_n, stride_k, K: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr):
+    if WIDE:
+        offs_k = offs_k.to(tl.int64)
     pointers = W + offs_n[:, None].to(tl.int64) * stride_n + offs_k[None, :] * stride_k
     if K % BLOCK_K == 0:
         w = tl.load(pointers, eviction_policy="evict_first")
@@ -56,6 +58,7 @@ def gemv_kernel(
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWIGLU: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     NUM_N: tl.constexpr = (WIDTH + ROWS - 1) // ROWS
     experts = _local_experts_of_slots(
@@ -77,19 +80,20 @@ def gemv_kernel(
         acc = tl.zeros((ROWS, BLOCK_K), dtype=tl.float32)
         if SWIGLU:
             acc_up = acc
-            w_up = w + WIDTH * stride_w_n
+            if WIDE:
+                w_up = w + tl.full((), WIDTH, tl.int64) * stride_w_n
+            else:
+                w_up = w + WIDTH * stride_w_n
         for k in range(0, K, BLOCK_K):
             offs_k = k + tl.arange(0, BLOCK_K)
             if K % BLOCK_K == 0:
                 x_k = tl.load(x + offs_k * stride_x_k).to(tl.float32)
             else:
                 x_k = tl.load(x + offs_k * stride_x_k, mask=offs_k < K, other=0.0).to(tl.float32)
-            acc += _load_weights(w, source_n, offs_k, stride_w_n, stride_w_k, K, BLOCK_K) * x_k[None, :]
+            acc += _load_weights(w, source_n, offs_k, stride_w_n, stride_w_k, K, BLOCK_K, WIDE) * x_k[None, :]
             if SWIGLU:
-                acc_up += _load_weights(w_up, source_n, offs_k, stride_w_n, stride_w_k, K, BLOCK_K) * x_k[None, :]
+                acc_up += _load_weights(w_up, source_n, offs_k, stride_w_n, stride_w_k, K, BLOCK_K, WIDE) * x_k[None, :]
         result = tl.sum(acc, 1)
         if SWIGLU:
             result = result / (1.0 + tl.exp(-result)) * tl.sum(acc_up, 1)
-        tl.store(
-            Out + slot.to(tl.int64) * stride_out_m + offs_n, result.to(Out.dtype.element_ty), mask=offs_n < WIDTH
-        )
+        tl.store(Out + slot.to(tl.int64) * stride_out_m + offs_n, result.to(Out.dtype.element_ty), mask=offs_n < WIDTH)

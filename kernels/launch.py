@@ -12,8 +12,3 @@ Launcher = Callable[[Any, tuple[int, ...], tuple[Any, ...], Mapping[str, Any]], 
 def run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: Mapping[str, Any]) -> None:
     """Launch a kernel."""
     kernel[grid](*args, **meta)
-
-
-def compile_only(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: Mapping[str, Any]) -> None:
-    """Compile what `run` would launch, without a launch: tensors may be on the `meta` device."""
-    kernel.warmup(*args, grid=grid, **meta)

@@ -3,7 +3,7 @@
     sort -> gemm1 (permute, grouped GEMM, SwiGLU) -> gemm2 (grouped GEMM, combine)
 
 Nothing here chooses and nothing waits for the GPU. Every launch goes through a `Launcher`, so the same code path
-runs a stage, or only compiles it (`compile_only`) for tensors on the `meta` device.
+runs a stage, or only compiles it for tensors on the `meta` device.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+
 import torch
 import triton
 from torch import Tensor
@@ -19,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fitune.kernels import rows, sort
 from fitune.kernels.gemm import grouped_gemm_kernel
 from fitune.kernels.gemv import gemv_kernel
-from fitune.kernels.launch import Launcher, compile_only, run
+from fitune.kernels.launch import Launcher, run
 from fitune.problem import LayerShape
 from fitune.tactic import TILE_SIZES, GemmTactic, Stage, Tactic, max_tiles
 
@@ -247,6 +248,12 @@ def can_use_tma(tensor: Tensor) -> bool:
     )
 
 
+def is_wide(weights: Tensor) -> bool:
+    """Whether one expert's weights span 2^31 elements or more, as those of a strided view may."""
+    _, n, k = weights.shape
+    return bool((n - 1) * weights.stride(1) + (k - 1) * weights.stride(2) >= 2**31)
+
+
 def _descriptor(tensor: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     num_rows = tensor.shape[0] if tensor.dim() == 2 else tensor.shape[0] * tensor.shape[1]
     return TensorDescriptor(tensor, [num_rows, tensor.shape[-1]], [tensor.stride(-2), 1], list(block))
@@ -311,6 +318,7 @@ def _grouped_gemm(
             "SWAP": gemm.swap_ab,
             "PERSISTENT": persistent,
             "FLATTEN": gemm.flatten,
+            "WIDE": is_wide(weights),
             "UPCAST": INTERPRETED,
             "num_warps": gemm.num_warps,
             "num_stages": gemm.num_stages,
@@ -363,6 +371,7 @@ def _gemv(
             "ROWS": block_rows,
             "BLOCK_K": gemm.block_k,
             "SWIGLU": swiglu,
+            "WIDE": is_wide(weights),
             "num_warps": gemm.num_warps,
             "num_stages": gemm.num_stages,
         },

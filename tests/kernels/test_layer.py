@@ -21,7 +21,16 @@ import torch
 from fitune import space
 from fitune.kernels import reference
 from fitune.kernels.launch import run
-from fitune.kernels.layer import INTERPRETED, TORCH_DTYPES, LayerArgs, Workspace, can_use_tma, row_of_slots, run_layer
+from fitune.kernels.layer import (
+    INTERPRETED,
+    TORCH_DTYPES,
+    LayerArgs,
+    Workspace,
+    can_use_tma,
+    is_wide,
+    row_of_slots,
+    run_layer,
+)
 from fitune.problem import DType, LayerShape, Problem
 from fitune.tactic import STAGES, TILE_SIZES, Stage, StageName, Tactic, parse_tactic
 from fitune.target import KNOWN_TARGETS
@@ -303,12 +312,6 @@ def test_sizes_beside_the_blocks(hidden: int, intermediate: int, form: str, gene
     assert launcher.loads() == ([] if form == "gemv" else wanted)
 
 
-@pytest.mark.xfail(
-    INTERPRETED,
-    reason="gemm1 by pointers does not clamp its block of up rows where 2 * intermediate, but not intermediate, is a "
-    "multiple of the block: it reads behind the last expert's weights",
-    strict=True,
-)
 def test_gate_rows_that_end_inside_a_block(generator: torch.Generator) -> None:
     """Half a block of up rows lies behind the weights: 48 gate rows in blocks of 32, as 2880 in blocks of 128."""
     load = Load(num_tokens=2, hidden=64, intermediate=48, num_experts=4, local_experts=2)
@@ -441,6 +444,26 @@ def test_offsets_beyond_31_bits(form: str, reserve: Callable[[], torch.Tensor], 
         setattr(ws, name, far_apart(getattr(ws, name), reserve()))
     assert args.w13.stride(0) < 2**31 < 3 * args.w13.stride(0)
     check(FORMS[form], args, load, ws)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs memory that is reserved without being there")
+@pytest.mark.parametrize("form", ["pointers", "gemv"])
+def test_rows_of_one_expert_beyond_31_bits(
+    form: str, reserve: Callable[[], torch.Tensor], generator: torch.Generator
+) -> None:
+    """Weights stored [rows, experts, K]: the rows of one expert are far apart, and there are more than two."""
+    load = Load(num_tokens=2, hidden=32, intermediate=16, num_experts=2, top_k=1, local_experts=2)
+    args = draw_args(load, generator)
+    args.topk_ids[:, 0] = torch.tensor([1, 0], dtype=torch.int32)
+    far = {}
+    for name in ("w13", "w2"):
+        tensor = getattr(args, name)
+        room = reserve().view(tensor.dtype)
+        step = 2**31 // (tensor.shape[1] - 1) + 8
+        assert tensor.shape[1] * step < room.numel()
+        far[name] = room.as_strided(tensor.shape, (tensor.shape[2], step, 1)).copy_(tensor)
+        assert is_wide(far[name]) and not is_wide(tensor)
+    check(FORMS[form], replace(args, **far), load)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="addresses are checked in the interpreter only")
