@@ -21,15 +21,13 @@ from fitune.kernels import reference
 from fitune.kernels.layer import TORCH_DTYPES, LayerArgs, Workspace, row_of_slots
 from fitune.problem import LayerShape, Problem
 from fitune.record import Accuracy
-from fitune.routing import draw_topk_ids, draw_topk_weights, local_rows
+from fitune.routing import draw_topk_ids, draw_topk_weights, local_rows, representative_ids
 from fitune.tactic import StageName
 from fitune.target import Target
 
 COLD_L2_MULTIPLE: Final = 4
 MAX_ROTATIONS: Final = 32
 WEIGHT_MEMORY_SHARE: Final = 0.7
-DRAWS_OF_SMALL_PROBLEMS: Final = 33
-SMALL_PROBLEM_TOKENS: Final = 256
 DROPPED_SHARE: Final = 1 / 16
 
 
@@ -81,25 +79,6 @@ class WeightBank:
         for expert in weights:
             expert.normal_(0.0, columns**-0.5, generator=generator)
         return weights
-
-
-def representative_ids(problem: Problem, seed: int, histogram: NDArray[np.float64] | None) -> NDArray[np.int32]:
-    """Router choices [num_tokens, top_k] of a problem.
-
-    One draw of a few tokens says little: under EP 16 most draws of one token choose no local expert at all. So small
-    problems take, out of several seeded draws, the first whose number of local rows is their median, but at least 1.
-    """
-    first = draw_topk_ids(problem, seed, histogram)
-    if not 0 < problem.num_tokens <= SMALL_PROBLEM_TOKENS:
-        return first
-    offset, local = problem.local_expert_offset, problem.local_experts
-    draws = [first]
-    draws += [draw_topk_ids(problem, seed + 1_000_003 * step, histogram) for step in range(1, DRAWS_OF_SMALL_PROBLEMS)]
-    rows = [int(local_rows(ids, offset, local).sum()) for ids in draws]
-    wanted = max(1, sorted(rows)[len(rows) // 2])
-    return draws[
-        min(range(len(draws)), key=lambda index: abs(rows[index] - wanted) + (wanted if not rows[index] else 0))
-    ]
 
 
 def disjoint_offsets(active: Sequence[int], local_experts: int, wanted: int, bank_experts: int) -> list[int]:

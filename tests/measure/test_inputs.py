@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fitune.kernels import reference
-from fitune.measure.inputs import ProblemInputs, WeightBank, disjoint_offsets, representative_ids
+from fitune.measure.inputs import ProblemInputs, WeightBank, disjoint_offsets
 from fitune.problem import LayerShape, Problem
-from fitune.routing import draw_topk_ids, local_rows
+from fitune.routing import draw_topk_ids, local_rows, representative_ids
 from fitune.target import KNOWN_TARGETS
 
 SHAPE = LayerShape(32, 16, 8, 2, "fp32")
