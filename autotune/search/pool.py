@@ -14,6 +14,7 @@ from optuna.distributions import CategoricalDistribution
 from fitune.tactic import Stage
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 Value = str | int | bool
 
 FEATURES: Final[tuple[str, ...]] = (
@@ -92,7 +93,7 @@ def stage_features(stage: Stage) -> list[float]:
 
 
 class StagePool:
-    """Distinct stages of one GEMM, in a fixed order."""
+    """Distinct stages of one GEMM, in a fixed order. `head_index` [len(pool)] says which of `heads` a stage has."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages: tuple[Stage, ...] = tuple(dict.fromkeys(stages))
@@ -104,6 +105,10 @@ class StagePool:
         self.distributions: dict[str, CategoricalDistribution] = {
             name: CategoricalDistribution(sorted({params[name] for params in self.params})) for name in names
         }
+        members = [head_of(stage) for stage in self.stages]
+        self.heads: tuple[Head, ...] = tuple(dict.fromkeys(members))
+        numbers = {head: number for number, head in enumerate(self.heads)}
+        self.head_index: Ints = np.array([numbers[head] for head in members], dtype=np.int64)
         self._by_stage = {stage: index for index, stage in enumerate(self.stages)}
         self._by_params = {tuple(params.values()): index for index, params in enumerate(self.params)}
 

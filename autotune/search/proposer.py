@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fitune.search.gp import Hyper, Points, Posterior, fit
-from fitune.search.pool import Floats, Head, StagePool, head_of, stage_features
+from fitune.search.pool import Floats, Head, Ints, StagePool, stage_features
 from fitune.tactic import Stage
-
-Ints = NDArray[np.int64]
 
 FAILED_PENALTY: Final = 1.0
 FAILED_SPREAD: Final = 0.3
@@ -82,7 +79,6 @@ class Proposer:
         self.others_us: dict[Head, float] = {}
         self.likely: list[int] = []
         self.expected_gain = math.inf
-        self._heads = [head_of(stage) for stage in pool.stages]
         self._log_predicted = np.log(np.maximum(predicted_us, 1e-3))
         self._jitter = np.random.default_rng(seed).uniform(0.0, 1e-6, len(pool))
         self._hyper = Hyper.prior(pool.features.shape[1])
@@ -152,25 +148,24 @@ class Proposer:
 
     def _thresholds(self, observed: Sequence[Observation]) -> Floats | None:
         """The µs below which a member would improve the best pair (or, with no other side, the best stage)."""
-        best = math.inf
-        for item in observed:
-            if item.time_us is not None:
-                best = min(best, item.time_us + self._other(item.index))
-        if not math.isfinite(best):
-            return None
-        return np.array([best - self._other(index) for index in range(len(self.pool))])
+        others_us = self._others()
+        sums = [item.time_us + float(others_us[item.index]) for item in observed if item.time_us is not None]
+        best = min(sums, default=math.inf)
+        return best - others_us if math.isfinite(best) else None
 
-    def _other(self, index: int) -> float:
+    def _others(self) -> Floats:
+        """µs of the other side's best partner of every member, float64 [len(pool)]; 0 without another side."""
         if not self.others_us:
-            return 0.0
-        return self.others_us.get(self._heads[index], math.inf)
+            return np.zeros(len(self.pool))
+        by_head = np.array([self.others_us.get(head, math.inf) for head in self.pool.heads], dtype=np.float64)
+        return np.asarray(by_head[self.pool.head_index])
 
     def _log_share(self, rows: Ints) -> Floats:
         """Without own times: a penalty on heads whose other side is slow, in the scale of the estimates."""
         if not self.others_us:
             return np.zeros(len(rows))
         best = min(self.others_us.values())
-        return np.array([math.log(min(self._other(int(row)) / best, 1e3)) for row in rows])
+        return np.asarray(np.log(np.minimum(self._others()[rows] / best, 1e3)))
 
     def _neighbour_points(self, task: NeighbourTask, row: int) -> Points:
         log_predicted = np.log(np.maximum(np.array(task.predicted_us), 1e-3))

@@ -39,7 +39,7 @@ from fitune.search.plan import (
     restrict_to_recording,
 )
 from fitune.search.sampler import PoolSampler
-from fitune.search.study import Asked, Ledger, open_ledger
+from fitune.search.study import Asked, Ledger, open_ledger, quiet
 from fitune.tactic import STAGES, Stage, StageName, Tactic
 
 HOPELESS: Final = 1.5
@@ -85,7 +85,8 @@ def run_search(
     with store.writer() as writer:
         writer.append(measurer.environment)
         run = _Run(plan, measurer, writer, listener, space, clock, evidence, decided)
-        return run.all_keys()
+        with quiet():
+            return run.all_keys()
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ illegal combination can come up. Trials that were pruned or failed count as meas
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ class PoolBase(BaseSampler):
         self._rng = np.random.default_rng(seed)
         self._lock = threading.Lock()
         self._asked: dict[int, int] = {}
+        self._finished: weakref.WeakKeyDictionary[optuna.Study, dict[int, int | None]] = weakref.WeakKeyDictionary()
 
     def reseed_rng(self) -> None:
         self._rng = np.random.default_rng()
@@ -74,6 +76,8 @@ class PoolBase(BaseSampler):
         self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
     ) -> None:
         with self._lock:
+            if len(study.get_trials(deepcopy=False)) < len(self.pool):
+                return
             if len(self._taken(study, None)) >= len(self.pool):
                 try:
                     study.stop()
@@ -90,12 +94,22 @@ class PoolBase(BaseSampler):
         for trial in study.get_trials(deepcopy=False):
             if trial.number == besides or trial.state is TrialState.WAITING:
                 continue
-            index = self.pool.index_of_params(trial.params)
-            if index is None:
-                index = self._asked.get(trial.number)
+            index = self._index(study, trial)
             if index is not None:
                 taken.add(index)
         return taken
+
+    def _index(self, study: optuna.Study, trial: FrozenTrial) -> int | None:
+        """Position of the member a trial stands for; remembered once the trial is finished and cannot change."""
+        finished = self._finished.setdefault(study, {})
+        if trial.number in finished:
+            return finished[trial.number]
+        index = self.pool.index_of_params(trial.params)
+        if index is None:
+            index = self._asked.get(trial.number)
+        if trial.state.is_finished():
+            finished[trial.number] = index
+        return index
 
     def _choose(self, study: optuna.Study, trial: FrozenTrial, free: NDArray[np.int64]) -> int:
         raise NotImplementedError
@@ -202,10 +216,10 @@ class PoolSampler(PoolBase):
         """What the study knows: finished members, and positions still being measured."""
         observed, pending = [], []
         for trial in study.get_trials(deepcopy=False):
-            index = self.pool.index_of_params(trial.params)
-            if index is None and trial.number != besides:
-                index = self._asked.get(trial.number)
-            if index is None or trial.state is TrialState.WAITING:
+            if trial.number == besides or trial.state is TrialState.WAITING:
+                continue
+            index = self._index(study, trial)
+            if index is None:
                 continue
             if not trial.state.is_finished():
                 pending.append(index)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import optuna
 from optuna.trial import TrialState, create_trial
 
@@ -47,11 +48,11 @@ class Ledger:
         self.pool = pool
         self.sampler = sampler
         self.results: dict[Stage, StageResult] = {}
-        self._predicted = dict(zip(pool.stages, predicted_us.tolist(), strict=True))
+        self._predicted_us = predicted_us
         self._origin = origin
         self._waiting: set[Stage] = set()
         self._withdrawn: set[Stage] = set()
-        with _quiet():
+        with quiet():
             self.study = optuna.create_study(study_name=name, sampler=sampler, direction="minimize")
 
     def load(self, results: Mapping[Stage, StageResult]) -> int:
@@ -107,13 +108,13 @@ class Ledger:
         self.results[asked.stage] = result
         for name, value in _attributes(asked.stage, result).items():
             asked.trial.set_user_attr(name, value)
-        with _quiet():
+        with quiet():
             self.study.tell(asked.trial, self._told_us(asked.stage, result))
 
     def withdraw(self, asked: Asked) -> None:
         """Close a trial whose stage the measurer left out; this study does not ask for it again."""
         self._withdrawn.add(asked.stage)
-        with _quiet():
+        with quiet():
             self.study.tell(asked.trial, state=TrialState.FAIL)
 
     @property
@@ -134,40 +135,38 @@ class Ledger:
 
     def expected_best_us(self) -> dict[Head, float]:
         """Per head of the pool the fastest measured time, or a lower expected one of a member not yet measured."""
-        best: dict[Head, float] = {}
-        for stage, expected_us in self._expected().items():
-            result = self.results.get(stage)
-            value = expected_us if result is None else (math.inf if result.time_us is None else result.time_us)
-            head = head_of(stage)
-            best[head] = min(best.get(head, math.inf), value)
-        return best
+        best = np.full(len(self.pool.heads), math.inf)
+        np.minimum.at(best, self.pool.head_index, self._expected_us())
+        return dict(zip(self.pool.heads, best.tolist(), strict=True))
 
     def promising(self, head: Head, count: int) -> list[Stage]:
         """Unmeasured stages of a head, the ones expected to be fastest first."""
+        expected_us = self._expected_us()
         left = [
-            (expected_us, str(stage), stage)
-            for stage, expected_us in self._expected().items()
+            (float(expected_us[row]), str(stage), stage)
+            for row, stage in enumerate(self.pool.stages)
             if head_of(stage) == head and stage not in self.results
         ]
         return [stage for _, _, stage in sorted(left, key=lambda item: item[:2])[:count]]
 
-    def _expected(self) -> dict[Stage, float]:
+    def _expected_us(self) -> Floats:
+        """µs of every member, float64 [len(pool)]: measured where it was (infinite: it failed), else expected."""
         if isinstance(self.sampler, PoolSampler):
             observed, _ = self.sampler.observations(self.study)
-            return dict(zip(self.pool.stages, self.sampler.proposer.expected_us(observed).tolist(), strict=True))
-        ratios = sorted(
-            result.time_us / self._predicted[stage]
-            for stage, result in self.results.items()
-            if result.time_us is not None
-        )
-        scale = ratios[len(ratios) // 2] if ratios else 1.0
-        return {stage: scale * predicted for stage, predicted in self._predicted.items()}
+            return self.sampler.proposer.expected_us(observed)
+        times = {self.pool.index(stage): result.time_us for stage, result in self.results.items()}
+        ratios = sorted(time_us / self._predicted_us[row] for row, time_us in times.items() if time_us is not None)
+        expected: Floats = self._predicted_us * (ratios[len(ratios) // 2] if ratios else 1.0)
+        for row, time_us in times.items():
+            expected[row] = math.inf if time_us is None else time_us
+        return expected
 
     def _told_us(self, stage: Stage, result: StageResult) -> float:
         if result.time_us is not None:
             return result.time_us
         times = [other.time_us for other in self.results.values() if other.time_us is not None]
-        slowest: float = max([*times, self._predicted.get(stage, 0.0), 1.0])
+        row = self.pool.index(stage)
+        slowest = max([*times, 1.0 if row is None else float(self._predicted_us[row]), 1.0])
         return PENALTY * slowest
 
 
@@ -268,9 +267,12 @@ def _attributes(stage: Stage, result: StageResult) -> dict[str, str | float]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps Optuna's per-trial log lines off the terminal."""
+def quiet() -> Iterator[None]:
+    """Keeps Optuna's per-trial log lines off the terminal. Costs nothing where an outer one does so already."""
     level = optuna.logging.get_verbosity()
+    if level >= optuna.logging.WARNING:
+        yield
+        return
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
         yield
