@@ -23,6 +23,15 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from fitune.footprint import (
+    accumulator_registers,
+    column_blocks,
+    gemm_size,
+    k_steps,
+    programs_resident,
+    rows_per_dot,
+    step_bytes,
+)
 from fitune.problem import Problem
 from fitune.tactic import Stage, num_tiles
 from fitune.target import Target
@@ -133,13 +142,13 @@ def expected_tiles(problem: Problem, tile_size: int, expert_rows: Sequence[int] 
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """What the routing puts on one stage: rows, experts with rows, row tiles, and the GEMM's K and columns."""
+    """What the routing puts on one stage: rows, experts with rows, row tiles, and the GEMM's columns and K."""
 
     rows: float
     active: float
     tiles: float
-    k: int
     columns: int
+    k: int
 
 
 def terms(stage: Stage, problem: Problem, target: Target, expert_rows: Sequence[int] | None = None) -> CostTerms:
@@ -152,27 +161,24 @@ def terms(stage: Stage, problem: Problem, target: Target, expert_rows: Sequence[
 
 
 def _load(stage: Stage, problem: Problem, expert_rows: Sequence[int] | None) -> _Load:
-    shape = problem.shape
     if expert_rows is None:
         rows, active = problem.expected_routed_rows, expected_tiles(problem, 1 << 30)
     else:
         rows, active = float(sum(expert_rows)), float(sum(count > 0 for count in expert_rows))
     tiles = rows if stage.tile_size == 1 else expected_tiles(problem, stage.tile_size, expert_rows)
-    if stage.stage == "gemm1":
-        return _Load(rows, active, tiles, shape.hidden_size, 2 * shape.intermediate_size)
-    return _Load(rows, active, tiles, shape.intermediate_size, shape.hidden_size)
+    return _Load(rows, active, tiles, *gemm_size(stage, problem.shape))
 
 
 def _tile_terms(stage: Stage, problem: Problem, target: Target, chip: Chip, load: _Load) -> CostTerms:
-    gemm, item, sms = stage.gemm, problem.shape.item_bytes, target.num_sms
-    per_sm = _programs_per_sm(stage, target, item)
-    resident = sms * per_sm
-    k_steps, column_tiles = -(-load.k // gemm.block_k), -(-load.columns // gemm.block_n)
-    units = load.tiles * column_tiles
+    gemm, shape, sms = stage.gemm, problem.shape, target.num_sms
+    item, steps, blocks = shape.item_bytes, k_steps(stage, shape), column_blocks(stage, shape)
+    resident = programs_resident(stage, shape, target)
+    per_sm = resident // sms
+    units = load.tiles * blocks
     rounds, busiest = math.ceil(units / resident), math.ceil(units / sms)
     rate = _tensor_rate(stage, target, item)
     step_flops = 2.0 * stage.tile_size * gemm.block_n * gemm.block_k
-    step_bytes = float((stage.tile_size + gemm.block_n) * gemm.block_k * item)
+    loaded_bytes = float(step_bytes(stage, shape))
     flat = gemm.schedule == "persistent" and gemm.flatten
     tile_us = FLAT_FIXED_US if flat else TILE_FIXED_US
 
@@ -183,9 +189,9 @@ def _tile_terms(stage: Stage, problem: Problem, target: Target, chip: Chip, load
     needed = chip.dram_bytes_per_us * 0.75 * chip.load_us / sms
     starved = _smooth_max(1.0, needed / max(in_flight, 1.0))
     memory_us = (dram_weight + activation) / chip.dram_bytes_per_us * starved
-    tensor_us = busiest * k_steps * step_flops / (chip.tensor_flops_per_us / sms * rate)
-    traffic_us = busiest * k_steps * step_bytes / chip.port_bytes_per_us
-    latency_us = rounds * (k_steps * chip.load_us / max(gemm.num_stages - 1, 0.7) + tile_us)
+    tensor_us = busiest * steps * step_flops / (chip.tensor_flops_per_us / sms * rate)
+    traffic_us = busiest * steps * loaded_bytes / chip.port_bytes_per_us
+    latency_us = rounds * (steps * chip.load_us / max(gemm.num_stages - 1, 0.7) + tile_us)
     fixed_us = (busiest * tile_us / per_sm if units else 0.0) + (TILE_FIXED_US if flat else 0.0)
     extra_us, extra_launches = _extras(stage, problem, load, chip)
     launch_us = chip.launch_us * (1 + extra_launches)
@@ -202,11 +208,11 @@ def _tile_terms(stage: Stage, problem: Problem, target: Target, chip: Chip, load
         rounds=float(rounds),
         busiest_units=float(busiest),
         flops_useful=2.0 * load.rows * load.k * load.columns,
-        flops_padded=2.0 * load.tiles * stage.tile_size * load.k * column_tiles * gemm.block_n,
+        flops_padded=2.0 * load.tiles * stage.tile_size * load.k * blocks * gemm.block_n,
         weight_bytes=weight,
         dram_weight_bytes=dram_weight,
         activation_bytes=activation,
-        port_bytes=units * k_steps * step_bytes,
+        port_bytes=units * steps * loaded_bytes,
         tensor_rate=rate,
         memory_us=memory_us,
         tensor_us=tensor_us,
@@ -221,11 +227,11 @@ def _tile_terms(stage: Stage, problem: Problem, target: Target, chip: Chip, load
 
 def _gemv_terms(stage: Stage, problem: Problem, target: Target, chip: Chip, load: _Load) -> CostTerms:
     """One program per row and few weight rows, products summed on the vector units: near a plain read."""
-    gemm, item, sms = stage.gemm, problem.shape.item_bytes, target.num_sms
-    values = gemm.block_n * min(gemm.block_k, load.k) / (gemm.num_warps * target.warp_size)
-    per_sm = max(1, min(16, 64 // gemm.num_warps, int(160 / (gemm.num_warps / 4 * (24 + 1.5 * values)) * 4)))
-    resident = sms * per_sm
-    units = load.tiles * -(-load.columns // gemm.block_n)
+    gemm, shape, sms = stage.gemm, problem.shape, target.num_sms
+    item, steps = shape.item_bytes, k_steps(stage, shape)
+    resident = programs_resident(stage, shape, target)
+    per_sm = resident // sms
+    units = load.tiles * column_blocks(stage, shape)
     weight = load.active * load.k * load.columns * item
     swept = load.rows * load.k * load.columns * item
     activation = load.rows * (load.k + _columns_out(stage, load)) * item
@@ -235,7 +241,7 @@ def _gemv_terms(stage: Stage, problem: Problem, target: Target, chip: Chip, load
     tensor_us = 2.0 * load.rows * load.k * load.columns / (chip.tensor_flops_per_us * VECTOR_FLOPS_SHARE)
     traffic_us = swept / (chip.port_bytes_per_us * sms) * 1.3
     rounds, busiest = math.ceil(units / resident), math.ceil(units / sms)
-    latency_us = rounds * (chip.load_us * -(-load.k // gemm.block_k) * 0.6 + 0.3)
+    latency_us = rounds * (chip.load_us * steps * 0.6 + 0.3)
     extra_us, extra_launches = _extras(stage, problem, load, chip)
     launch_us = chip.launch_us * (1 + extra_launches)
     return CostTerms(
@@ -285,21 +291,10 @@ def _extras(stage: Stage, problem: Problem, load: _Load, chip: Chip) -> tuple[fl
     return moved / (0.75 * chip.dram_bytes_per_us), launches
 
 
-def _programs_per_sm(stage: Stage, target: Target, item: int) -> int:
-    """Programs that one SM holds: the persistent loop's own number, capped by shared memory and registers."""
-    gemm = stage.gemm
-    shared = gemm.num_stages * (stage.tile_size + gemm.block_n) * gemm.block_k * item
-    accumulator = stage.tile_size * gemm.block_n / (gemm.num_warps * target.warp_size)
-    registers = gemm.num_warps * target.warp_size * min(255.0, accumulator + 48.0)
-    fits = int(max(1, min(target.shared_bytes // max(shared, 1), target.registers_per_sm // registers, 8)))
-    return min(fits, gemm.programs_per_sm) if gemm.schedule == "persistent" else fits
-
-
 def _tensor_rate(stage: Stage, target: Target, item: int) -> float:
     """Share of the bf16 peak that a tile shape reaches when it never waits for loads."""
     gemm = stage.gemm
-    weight_rows = gemm.block_n // 2 if stage.activation == "fused" else gemm.block_n  # gate and up are two operands
-    rows, columns = (weight_rows, stage.tile_size) if gemm.swap_ab else (stage.tile_size, gemm.block_n)
+    rows, columns = (rows_per_dot(stage), stage.tile_size) if gemm.swap_ab else (stage.tile_size, gemm.block_n)
     if target.has_wgmma and rows >= 64 and gemm.num_warps % 4 == 0:
         groups = gemm.num_warps // 4
         side_by_side = max(1, groups // max(1, rows // 64))
@@ -309,8 +304,7 @@ def _tensor_rate(stage: Stage, target: Target, item: int) -> float:
         width = min(rows, columns) * 2.0 if min(rows, columns) < 32 else float(columns)
         rate = (0.5 if target.has_wgmma else 0.95) * width / (width + 40.0)
     rate *= 0.85 if gemm.swap_ab else 1.0
-    accumulator = stage.tile_size * gemm.block_n / (gemm.num_warps * target.warp_size)
-    if accumulator > 200:
+    if accumulator_registers(stage) > 200:
         rate *= 0.35
     if gemm.flatten and stage.activation == "fused" and not gemm.swap_ab:
         rate *= 0.5

@@ -13,6 +13,14 @@ from functools import lru_cache
 from itertools import product
 from typing import Final, Literal
 
+from fitune.footprint import (
+    RESERVED_SHARED_BYTES,
+    accumulator_registers,
+    gemm_size,
+    programs_per_sm,
+    rows_per_dot,
+    shared_memory_bytes,
+)
 from fitune.problem import LayerShape, Problem
 from fitune.tactic import STAGES, TILE_SIZES, GemmTactic, Loads, Schedule, Stage, StageName, Tactic, num_tiles
 from fitune.target import Target
@@ -41,8 +49,6 @@ GEMV_LOOPS: Final[tuple[tuple[Schedule, int, bool], ...]] = (("grid", 1, False),
 
 MAX_GEMV_SLOTS: Final = 64
 MAX_GEMV_ROWS: Final = 16
-REGISTERS_BESIDE_ACCUMULATOR: Final = 40
-RESERVED_SHARED_BYTES: Final = 1024
 SWAP_MAX_ROWS_PER_EXPERT: Final = 160
 
 
@@ -109,10 +115,15 @@ def _enumerate(stage: StageName) -> Iterator[Stage]:
         gemm = GemmTactic(block_n, block_k, group_m, warps, stages, schedule, programs, flatten, loads, swap)
         for place in places:
             yield Stage(stage, "tile", tile, gemm, **place)  # type: ignore[arg-type]
-    columns = 2 if stage == "gemm1" else 1
-    for rows, block_k, warps, (schedule, programs, flatten) in product(GEMV_ROWS, GEMV_BLOCK_K, GEMV_WARPS, GEMV_LOOPS):
-        gemm = GemmTactic(columns * rows, block_k, 1, warps, 1, schedule, programs, flatten)
+    axes = product(gemv_block_n(stage), GEMV_BLOCK_K, GEMV_WARPS, GEMV_LOOPS)
+    for block_n, block_k, warps, (schedule, programs, flatten) in axes:
+        gemm = GemmTactic(block_n, block_k, 1, warps, 1, schedule, programs, flatten)
         yield Stage(stage, "gemv", 1, gemm, **places[0])  # type: ignore[arg-type]
+
+
+def gemv_block_n(stage: StageName) -> tuple[int, ...]:
+    """Weight rows of one gemv program: those of gate and up together in gemm1."""
+    return tuple((2 if stage == "gemm1" else 1) * rows for rows in GEMV_ROWS)
 
 
 @lru_cache(maxsize=16)
@@ -123,60 +134,6 @@ def _static_candidates(shape: LayerShape, target: Target, stage: StageName) -> t
 @lru_cache(maxsize=64)
 def _static_pool(shape: LayerShape, target: Target, stage: StageName) -> tuple[Stage, ...]:
     return tuple(item for item in _enumerate(stage) if not _static_reason(item, shape, target))
-
-
-def gemm_size(stage: Stage, shape: LayerShape) -> tuple[int, int]:
-    """(N, K) of the stage's GEMM: weight rows of one expert, and the reduction length."""
-    if stage.stage == "gemm1":
-        return 2 * shape.intermediate_size, shape.hidden_size
-    return shape.hidden_size, shape.intermediate_size
-
-
-def rows_per_dot(stage: Stage) -> int:
-    """Weight rows of one tensor-core operand: gate and up are two when SwiGLU is fused."""
-    return stage.gemm.block_n // 2 if stage.activation == "fused" else stage.gemm.block_n
-
-
-def column_blocks(stage: Stage, shape: LayerShape) -> int:
-    """Column blocks of the GEMM: programs per row tile."""
-    n, _ = gemm_size(stage, shape)
-    return -(-n // stage.gemm.block_n)
-
-
-def shared_memory_bytes(stage: Stage, shape: LayerShape) -> int:
-    """Shared memory the pipelined operands need (the compiler adds barriers and may reuse it in the epilogue)."""
-    if stage.family == "gemv":
-        return 0
-    gemm = stage.gemm
-    per_stage = (stage.tile_size + gemm.block_n) * gemm.block_k * shape.item_bytes
-    epilogue = stage.tile_size * rows_per_dot(stage) * shape.item_bytes
-    return max(gemm.num_stages * per_stage, epilogue)
-
-
-def accumulator_registers(stage: Stage) -> int:
-    """float32 registers per thread that hold the accumulators."""
-    gemm = stage.gemm
-    threads = gemm.num_warps * 32
-    if stage.family == "gemv":
-        return gemm.block_n * gemm.block_k // threads
-    return stage.tile_size * gemm.block_n // threads
-
-
-def programs_per_sm(stage: Stage, shape: LayerShape, target: Target) -> int:
-    """Programs of the stage that one SM can hold at once: an estimate from shared memory, registers and threads."""
-    threads = stage.gemm.num_warps * target.warp_size
-    registers = min(255, accumulator_registers(stage) + REGISTERS_BESIDE_ACCUMULATOR)
-    by_registers = target.registers_per_sm // (threads * registers)
-    by_shared = target.shared_bytes // (shared_memory_bytes(stage, shape) + RESERVED_SHARED_BYTES)
-    return max(1, min(by_registers, by_shared, 2048 // threads, 32))
-
-
-def programs_resident(stage: Stage, shape: LayerShape, target: Target) -> int:
-    """Programs of the stage that the whole chip holds at once."""
-    fit = programs_per_sm(stage, shape, target)
-    if stage.gemm.schedule == "persistent":
-        fit = min(fit, stage.gemm.programs_per_sm)
-    return fit * target.num_sms
 
 
 def _static_reason(stage: Stage, shape: LayerShape, target: Target) -> str:
@@ -208,7 +165,7 @@ def _form_reason(stage: Stage) -> str:
 def _chip_reason(stage: Stage, shape: LayerShape, target: Target) -> str:
     gemm = stage.gemm
     _, k = gemm_size(stage, shape)
-    shared = shared_memory_bytes(stage, shape)
+    shared = shared_memory_bytes(stage, shape, target)
     if shared > target.shared_bytes - RESERVED_SHARED_BYTES:
         return f"shared memory: needs {shared:,} B of {target.shared_bytes:,} B"
     registers = accumulator_registers(stage)

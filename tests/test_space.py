@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from fitune import space
+from fitune import footprint, space
 from fitune.models import PRESETS
 from fitune.problem import LayerShape, Problem
 from fitune.tactic import STAGES, TILE_SIZES, Stage, StageName, Tactic, parse_stage, parse_tactic
@@ -225,11 +225,11 @@ def test_legal_stages_fit_the_chip(arch: str) -> None:
     target = KNOWN_TARGETS[arch]
     for num_tokens, name in product((1, 1024, 16_384), STAGES):
         for stage in space.pool(Problem(DEEPSEEK, 16, num_tokens), target, name):
-            assert space.shared_memory_bytes(stage, DEEPSEEK) < target.shared_bytes
-            assert space.accumulator_registers(stage) <= 128
-            assert space.programs_resident(stage, DEEPSEEK, target) >= target.num_sms
+            assert footprint.shared_memory_bytes(stage, DEEPSEEK, target) < target.shared_bytes
+            assert footprint.accumulator_registers(stage) <= 128
+            assert footprint.programs_resident(stage, DEEPSEEK, target) >= target.num_sms
             assert stage.gemm.loads == "pointer" or target.has_tma
-            resident = space.programs_per_sm(stage, DEEPSEEK, target)
+            resident = footprint.programs_per_sm(stage, DEEPSEEK, target)
             assert stage.gemm.schedule == "grid" or stage.family == "gemv" or stage.gemm.programs_per_sm <= resident
 
 

@@ -65,9 +65,8 @@ def value_on(stage: Stage, axis: str) -> Any:
 
 def _axes(stage: Stage) -> dict[str, tuple[Any, ...]]:
     if stage.family == "gemv":
-        columns = 2 if stage.stage == "gemm1" else 1
         return {
-            "block_n": tuple(columns * rows for rows in space.GEMV_ROWS),
+            "block_n": space.gemv_block_n(stage.stage),
             "block_k": space.GEMV_BLOCK_K,
             "num_warps": space.GEMV_WARPS,
             "loop": space.GEMV_LOOPS,

@@ -12,15 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from fitune.footprint import shared_memory_bytes
 from fitune.measure.compile import compile_stages
 from fitune.models import preset
 from fitune.problem import Problem
 from fitune.record import Status
-from fitune.space import legality, shared_memory_bytes
+from fitune.space import legality
 from fitune.tactic import parse_stage
 from fitune.target import KNOWN_TARGETS
 
 SHARED_BYTES_LIMIT = 232_448
+SHARED_BYTES_NOT_FORESEEN = 17_000  # barriers, and half of the scratch that wide stores take in a flattened loop
 MOVERS = {"permute_kernel", "swiglu_kernel", "combine_kernel", "cast_kernel", "zero_kernel"}
 WALKERS = {"permute_kernel", "swiglu_kernel"}
 
@@ -83,7 +85,8 @@ def test_gemms_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert report.spill_bytes == 0 and report.stack_bytes == 0, text
         assert not report.serialized_wgmma, text
         assert report.registers and report.shared_bytes is not None, text
-        assert shared_memory_bytes(report.stage, problem.shape) <= report.shared_bytes <= target.shared_bytes, text
+        estimate = shared_memory_bytes(report.stage, problem.shape, target)
+        assert estimate <= report.shared_bytes <= min(estimate + SHARED_BYTES_NOT_FORESEEN, target.shared_bytes), text
 
 
 @pytest.mark.slow

@@ -52,6 +52,14 @@ def test_a_winner_beyond_noise_is_chosen() -> None:
     found = made([timed(DEFAULT, 104.0), timed(FIRST, 100.0)])
     assert found.chosen == FIRST and found.state == "tuned" and found.default_us == 104.0
     assert not found.members[1].tied
+    assert found.reason == "3.8% less time than the default (noise 0.5%)"
+
+
+def test_the_reason_counts_the_choices_time_not_the_fastests() -> None:
+    finals = [timed(DEFAULT, 130.0), timed(FIRST, 100.0), timed(SECOND, 100.4)]
+    found = made(finals, neighbours=[SECOND])
+    assert found.chosen == SECOND
+    assert found.reason.startswith("22.8% less time than the default")  # 1 - 100.4 / 130
 
 
 def test_a_member_that_does_not_clearly_beat_the_default_is_not_chosen() -> None:
@@ -121,3 +129,13 @@ def test_tie_is_symmetric_in_what_it_means(pair: tuple[float, float]) -> None:
     fast, slow = (timed(FIRST, value).measurement for value in pair)
     assert fast is not None and slow is not None
     assert is_tied(fast, slow, 0.005) == (slow.ci_low_us <= fast.ci_high_us or pair[1] <= pair[0] * 1.005)
+
+
+def test_wide_intervals_do_not_make_a_slow_tactic_a_choice() -> None:
+    """Under a drifting clock intervals overlap over 10 %: what is tied is not therefore as good."""
+    finals = [timed(DEFAULT, 177.0), timed(FIRST, 100.0, 0.08), timed(SECOND, 110.0, 0.08)]
+    found = made(finals, neighbours=[SECOND], used_stages={SECOND.stage("gemm1"), SECOND.stage("gemm2")})
+    assert found.chosen == FIRST
+    assert all(member.tied for member in found.members[:2])
+    near = made([timed(DEFAULT, 177.0), timed(FIRST, 100.0, 0.08), timed(SECOND, 100.9, 0.08)], neighbours=[SECOND])
+    assert near.chosen == SECOND

@@ -1,0 +1,95 @@
+"""What a stage asks of the chip: the size of its GEMM, and the shared memory and registers of one program.
+
+The one place for these numbers. The space asks whether a stage fits, the cost model how many programs run at once, a
+decision which of two tied tactics needs less.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fitune.problem import LayerShape
+from fitune.tactic import Stage
+from fitune.target import Target
+
+REGISTERS_BESIDE_ACCUMULATOR: Final = 40
+RESERVED_SHARED_BYTES: Final = 1024
+FLAT_SCRATCH_BYTES_PER_THREAD: Final = 64
+"""A flattened loop stores one tile while it loads the next, so that the store's scratch lies beside the pipeline.
+
+Compiled for sm_90, stores need 64 B a thread, or 128 B where a thread holds 64 accumulators or more at 8 warps;
+float32 atomics 4 * 16 * warps * block_n B and more. Only the part common to all is counted.
+"""
+MAX_THREADS_PER_SM: Final = 2048
+MAX_PROGRAMS_PER_SM: Final = 32
+MAX_REGISTERS_PER_THREAD: Final = 255
+
+
+def gemm_size(stage: Stage, shape: LayerShape) -> tuple[int, int]:
+    """(N, K) of the stage's GEMM: weight rows of one expert, and the reduction length."""
+    if stage.stage == "gemm1":
+        return 2 * shape.intermediate_size, shape.hidden_size
+    return shape.hidden_size, shape.intermediate_size
+
+
+def rows_per_dot(stage: Stage) -> int:
+    """Weight rows of one tensor-core operand: gate and up are two when SwiGLU is fused."""
+    return stage.gemm.block_n // 2 if stage.activation == "fused" else stage.gemm.block_n
+
+
+def column_blocks(stage: Stage, shape: LayerShape) -> int:
+    """Column blocks of the GEMM: programs per row tile."""
+    n, _ = gemm_size(stage, shape)
+    return -(-n // stage.gemm.block_n)
+
+
+def k_steps(stage: Stage, shape: LayerShape) -> int:
+    """Steps of the loop over the reduction length."""
+    _, k = gemm_size(stage, shape)
+    return -(-k // stage.gemm.block_k)
+
+
+def step_bytes(stage: Stage, shape: LayerShape) -> int:
+    """Bytes of both operands that one step loads."""
+    return (stage.tile_size + stage.gemm.block_n) * stage.gemm.block_k * shape.item_bytes
+
+
+def shared_memory_bytes(stage: Stage, shape: LayerShape, target: Target) -> int:
+    """Shared memory of one program: pipelined operands, and what the epilogue needs on top or in their place.
+
+    Barriers are not counted. On sm_90 it is never more than a program really takes; chips that load without TMA keep
+    one buffer less than is counted.
+    """
+    if stage.family == "gemv":
+        return 0
+    gemm = stage.gemm
+    pipeline = gemm.num_stages * step_bytes(stage, shape)
+    if gemm.flatten and target.has_wgmma:
+        return pipeline + FLAT_SCRATCH_BYTES_PER_THREAD * target.warp_size * gemm.num_warps
+    return max(pipeline, stage.tile_size * rows_per_dot(stage) * shape.item_bytes)
+
+
+def accumulator_registers(stage: Stage) -> int:
+    """float32 registers per thread that hold the accumulators."""
+    gemm = stage.gemm
+    threads = gemm.num_warps * 32
+    if stage.family == "gemv":
+        return gemm.block_n * gemm.block_k // threads
+    return stage.tile_size * gemm.block_n // threads
+
+
+def programs_per_sm(stage: Stage, shape: LayerShape, target: Target) -> int:
+    """Programs of the stage that one SM can hold at once: an estimate from shared memory, registers and threads."""
+    threads = stage.gemm.num_warps * target.warp_size
+    registers = min(MAX_REGISTERS_PER_THREAD, accumulator_registers(stage) + REGISTERS_BESIDE_ACCUMULATOR)
+    by_registers = target.registers_per_sm // (threads * registers)
+    by_shared = target.shared_bytes // (shared_memory_bytes(stage, shape, target) + RESERVED_SHARED_BYTES)
+    return max(1, min(by_registers, by_shared, MAX_THREADS_PER_SM // threads, MAX_PROGRAMS_PER_SM))
+
+
+def programs_resident(stage: Stage, shape: LayerShape, target: Target) -> int:
+    """Programs of the stage that the whole chip holds at once: no more than a persistent loop starts."""
+    fit = programs_per_sm(stage, shape, target)
+    if stage.gemm.schedule == "persistent":
+        fit = min(fit, stage.gemm.programs_per_sm)
+    return fit * target.num_sms
