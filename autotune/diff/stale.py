@@ -61,7 +61,8 @@ def _compile_alike(a: Key, b: Key) -> bool:
     """Whether one tactic should compile to one binary on both keys.
 
     Sizes of the layer are compiled in, and Triton specialises whole-number arguments on being 1 and on being a
-    multiple of 16.
+    multiple of 16. The sort in front of the stages is compiled for its sizes, so whole layers only compare on equal
+    ones (see _binaries).
     """
     counts = [(a.num_tokens, b.num_tokens), (a.layer.local_experts, b.layer.local_experts)]
     alike = all((x == 1, x % 16 == 0) == (y == 1, y % 16 == 0) for x, y in counts)
@@ -70,7 +71,12 @@ def _compile_alike(a: Key, b: Key) -> bool:
 
 def _binaries(pair: Pair) -> Iterator[BinaryDifference]:
     wholes = (pair.a.tactic, pair.b.tactic)
-    tactics: list[Tactic | Stage] = [*wholes, *(whole.stage(name) for whole in wholes for name in STAGES)]
+    stages = [whole.stage(name) for whole in wholes for name in STAGES]
+    a_key, b_key = pair.a.key, pair.b.key
+    same_tokens = a_key.num_tokens == b_key.num_tokens
+    tactics: list[Tactic | Stage] = [stage for stage in stages if same_tokens or stage.family != "gemv"]
+    if same_tokens and a_key.layer.local_experts == b_key.layer.local_experts:
+        tactics += wholes
     for tactic in dict.fromkeys(tactics):
         a, b = _hashes(pair.a, tactic), _hashes(pair.b, tactic)
         if a and b and not set(a) & set(b):
