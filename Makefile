@@ -1,4 +1,5 @@
-# demo  tune DeepSeek-V3 on the shipped H200 recording, show the tactics, diff EP 1 against EP 8 (no GPU, no torch)
+# demo  tune DeepSeek-V3, show the tactics, diff EP 1 against EP 8: on this machine's GPU, or on the shipped H200
+#       recording where there is none with room for the layer (then no torch is installed)
 # test  lint, types, layers and all tests
 # lint  ruff, mypy and the import layers alone
 # venv  the whole development environment in .venv
@@ -10,6 +11,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 DEMO_STORE ?= demo-store
+# EP 1 holds 22.5 GB of weights. A GPU of 45,000 MiB has room for them and the rest; a smaller one is left alone.
+GPU_MIB := $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1)
+BIG_GPU := $(shell test "$(GPU_MIB)" -ge 45000 2>/dev/null && echo yes)
+MEASURER ?= $(if $(BIG_GPU),auto,$(if $(GPU_MIB),recording,auto))
+DEMO_OPTIONS := --measurer $(MEASURER) $(if $(BIG_GPU),--budget 330s)
+DEMO_EXTRAS := $(if $(BIG_GPU),all,search)
+DEMO_DONE := $(VENV)/demo-$(DEMO_EXTRAS).done
 PYTEST_ARGS ?= -n 2 -q
 PYTHON ?= $(shell for each in python3 python3.11 python3.12 python3.13 python3.14; do \
 	$$each -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$each && break; done)
@@ -17,8 +25,8 @@ PYTHON ?= $(shell for each in python3 python3.11 python3.12 python3.13 python3.1
 .PHONY: demo test lint venv tree clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/demo.done
-	$(BIN)/fitune search --model deepseek-v3 --dtype bf16 --ep 1,8,16 --measurer recording --store $(DEMO_STORE)
+demo: $(DEMO_DONE)
+	$(BIN)/fitune search --model deepseek-v3 --dtype bf16 --ep 1,8,16 $(DEMO_OPTIONS) --store $(DEMO_STORE)
 	$(BIN)/fitune show --store $(DEMO_STORE)
 	$(BIN)/fitune diff --store $(DEMO_STORE) --ep 1,8
 
@@ -47,13 +55,13 @@ $(VENV)/bin/python:
 	"Python 3.11 or newer; name one: make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/demo.done: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP) -e '.[search]'
+$(DEMO_DONE): pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) -e '.[$(DEMO_EXTRAS)]'
 	@touch $@
 
 $(VENV)/dev.done: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) -e '.[all,dev]'
-	@touch $@ $(VENV)/demo.done
+	@touch $@ $(VENV)/demo-search.done $(VENV)/demo-all.done
 
 clean:
 	rm -rf $(VENV) build dist fitune.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
