@@ -28,6 +28,7 @@ from fitune.footprint import (
     column_blocks,
     gemm_size,
     k_steps,
+    programs_launched,
     programs_resident,
     rows_per_dot,
     step_bytes,
@@ -60,6 +61,8 @@ CHIPS: Final[dict[str, Chip]] = {
 TILE_FIXED_US: Final = 1.4
 """Filling and draining one tile's pipeline, when nothing else runs on the SM meanwhile."""
 FLAT_FIXED_US: Final = 0.25
+EMPTY_PROGRAM_US: Final = {"tile": 0.145, "gemv": 0.077}
+"""What an SM spends on a launched program that finds no work: a grid covers the worst routing, EP leaves most idle."""
 VECTOR_FLOPS_SHARE: Final = 0.05
 """Multiply-adds outside the tensor core, as a share of its rate: what the gemv family has."""
 _SHARPNESS: Final = 4.0
@@ -72,9 +75,10 @@ class CostTerms:
     `tiles` counts row tiles and `units` row tiles times column tiles; `resident` programs run at once, so the units
     take `rounds` rounds of which the last is partly empty; `busiest_units` fall on the busiest SM. `weight_bytes` is
     each active expert once, `dram_weight_bytes` with re-reads that L2 does not catch, `port_bytes` everything the
-    SMs load. `tensor_rate` is the share of the chip's peak that the tile shape reaches. `memory_us`, `tensor_us`,
-    `traffic_us` and `latency_us` are the four limits, `fixed_us` the exposed filling and draining of tiles,
-    `extra_us` the stage's small kernels, `launch_us` all launches.
+    SMs load. `empty_programs` were launched and find no work, which takes `empty_us`. `tensor_rate` is the share of the
+    chip's peak that the tile shape reaches. `memory_us`, `tensor_us`, `traffic_us` and `latency_us` are the four
+    limits, `fixed_us` the exposed filling and draining of tiles, `extra_us` the stage's small kernels, `launch_us` all
+    launches.
     """
 
     expected_rows: float
@@ -97,6 +101,8 @@ class CostTerms:
     traffic_us: float
     latency_us: float
     fixed_us: float
+    empty_programs: float
+    empty_us: float
     extra_us: float
     launch_us: float
     predicted_us: float
@@ -195,6 +201,7 @@ def _tile_terms(stage: Stage, problem: Problem, target: Target, chip: Chip, load
     fixed_us = (busiest * tile_us / per_sm if units else 0.0) + (TILE_FIXED_US if flat else 0.0)
     extra_us, extra_launches = _extras(stage, problem, load, chip)
     launch_us = chip.launch_us * (1 + extra_launches)
+    empty, empty_us = _empty_programs(stage, problem, sms, units)
     body = _smooth_max(memory_us, tensor_us, traffic_us, latency_us)
     # What a tile exposes matters in full where the tensor core sets the pace; DRAM keeps streaming meanwhile.
     share = max(tensor_us, traffic_us, latency_us) / max(body, 1e-9)
@@ -219,9 +226,11 @@ def _tile_terms(stage: Stage, problem: Problem, target: Target, chip: Chip, load
         traffic_us=traffic_us,
         latency_us=latency_us,
         fixed_us=fixed_us * min(1.0, share),
+        empty_programs=empty,
+        empty_us=empty_us,
         extra_us=extra_us,
         launch_us=launch_us,
-        predicted_us=body + fixed_us * min(1.0, share) + extra_us + launch_us,
+        predicted_us=body + fixed_us * min(1.0, share) + empty_us + extra_us + launch_us,
     )
 
 
@@ -244,6 +253,7 @@ def _gemv_terms(stage: Stage, problem: Problem, target: Target, chip: Chip, load
     latency_us = rounds * (chip.load_us * steps * 0.6 + 0.3)
     extra_us, extra_launches = _extras(stage, problem, load, chip)
     launch_us = chip.launch_us * (1 + extra_launches)
+    empty, empty_us = _empty_programs(stage, problem, sms, units)
     return CostTerms(
         expected_rows=load.rows,
         expected_active_experts=load.active,
@@ -265,10 +275,18 @@ def _gemv_terms(stage: Stage, problem: Problem, target: Target, chip: Chip, load
         traffic_us=traffic_us,
         latency_us=latency_us,
         fixed_us=0.0,
+        empty_programs=empty,
+        empty_us=empty_us,
         extra_us=extra_us,
         launch_us=launch_us,
-        predicted_us=_smooth_max(memory_us, tensor_us, traffic_us, latency_us) + extra_us + launch_us,
+        predicted_us=_smooth_max(memory_us, tensor_us, traffic_us, latency_us) + empty_us + extra_us + launch_us,
     )
+
+
+def _empty_programs(stage: Stage, problem: Problem, num_sms: int, units: float) -> tuple[float, float]:
+    """Programs launched beyond the expected units of work, and the µs they take."""
+    empty = max(0.0, programs_launched(stage, problem, num_sms) - units)
+    return empty, empty / num_sms * EMPTY_PROGRAM_US.get(stage.family, EMPTY_PROGRAM_US["tile"])
 
 
 def _columns_out(stage: Stage, load: _Load) -> float:

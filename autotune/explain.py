@@ -27,6 +27,7 @@ class StageNumbers:
     programs work on. `resident` programs run at once, so units take `rounds` rounds (`waves` not rounded up), and
     `last_round_idle` of the resident programs have nothing to do in the last one. `idle_share` is the share of SM
     time without work while the busiest SM finishes.
+    `empty_programs` were launched for a routing that might have been, and take `empty_us` to find that out.
     `weight_bytes` counts every active expert once, `weight_bytes_read` what comes from DRAM with re-reads,
     `loaded_bytes` all operands that SMs load. `bound` names the largest limit of the cost model.
     """
@@ -42,6 +43,8 @@ class StageNumbers:
     rounds: int
     last_round_idle: float
     idle_share: float
+    empty_programs: float
+    empty_us: float
     weight_bytes: float
     weight_bytes_read: float
     activation_bytes: float
@@ -114,6 +117,8 @@ def stage_numbers(stage: Stage, problem: Problem, target: Target) -> StageNumber
         rounds=int(cost.rounds),
         last_round_idle=max(0.0, cost.rounds - cost.waves) if cost.units else 0.0,
         idle_share=_idle_share(cost, target),
+        empty_programs=cost.empty_programs,
+        empty_us=cost.empty_us,
         weight_bytes=cost.weight_bytes,
         weight_bytes_read=cost.dram_weight_bytes,
         activation_bytes=cost.activation_bytes,
@@ -171,6 +176,7 @@ def _factors(foreign: Numbers, home: Numbers) -> Iterator[Factor]:
             "weights": (f.weight_bytes_read, h.weight_bytes_read),
             "loads": (f.loaded_bytes, h.loaded_bytes),
             "tile shape": (1.0 / f.tensor_rate, 1.0 / h.tensor_rate),
+            "empty": (1.0 + f.empty_us / h.predicted_us, 1.0 + h.empty_us / h.predicted_us),
         }
         for term, (more, less) in pairs.items():
             if _bears(term, f) and less > 0.0 and more / less > 1.0 + MATTERS:
@@ -183,6 +189,8 @@ def _bears(term: str, stage: StageNumbers) -> bool:
         return stage.bound == "memory"
     if term == "loads":
         return stage.bound == "traffic"
+    if term == "empty":
+        return True
     if term in ("padding", "tile shape"):
         return stage.bound in ("tensor", "traffic")
     return stage.bound != "memory"
@@ -198,7 +206,10 @@ def _load_sentence(away: Place, here: Place, before: Numbers, after: Numbers) ->
 
 def _factor_sentence(away: Place, here: Place, foreign: Numbers, home: Numbers, factors: tuple[Factor, ...]) -> str:
     if not factors:
-        return "padding, waves, weight traffic and tile shape do not tell the tactics apart: the cause is not counted"
+        return (
+            "padding, waves, weight traffic, tile shape and empty programs do not tell the tactics apart: "
+            "the cause is not counted"
+        )
     top = factors[0]
     f, h = foreign.stage(top.stage), home.stage(top.stage)
     mine, theirs = _short(away.tactic.stage(top.stage)), _short(here.tactic.stage(top.stage))
@@ -213,6 +224,11 @@ def _factor_sentence(away: Place, here: Place, foreign: Numbers, home: Numbers, 
             f"{where}: {mine} leaves {100 * f.idle_share:.0f} % of SM time idle ({_count(f.units)} units in "
             f"{f.waves:.2f} waves of {f.resident}), {theirs} {100 * h.idle_share:.0f} % "
             f"({_count(h.units)} in {h.waves:.2f} of {h.resident})"
+        )
+    if top.term == "empty":
+        return (
+            f"{where}: {mine} launches {_count(f.empty_programs)} programs that find no work, {theirs} "
+            f"{_count(h.empty_programs)}; that takes {f.empty_us:.1f} against {h.empty_us:.1f} µs (estimated)"
         )
     if top.term == "weights":
         return (

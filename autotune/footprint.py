@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from fitune.problem import LayerShape
-from fitune.tactic import Stage
+from fitune.problem import LayerShape, Problem
+from fitune.tactic import Stage, max_tiles
 from fitune.target import Target
 
 REGISTERS_BESIDE_ACCUMULATOR: Final = 40
@@ -93,3 +93,12 @@ def programs_resident(stage: Stage, shape: LayerShape, target: Target) -> int:
     if stage.gemm.schedule == "persistent":
         fit = min(fit, stage.gemm.programs_per_sm)
     return fit * target.num_sms
+
+
+def programs_launched(stage: Stage, problem: Problem, num_sms: int) -> int:
+    """Programs of the GEMM's launch. No launch waits for the routing: `grid` must cover the worst case there is."""
+    blocks = column_blocks(stage, problem.shape)
+    rows = problem.max_routed_rows
+    tiles = rows if stage.family == "gemv" else max_tiles(rows, problem.local_experts, stage.tile_size)
+    worst = tiles * blocks
+    return worst if stage.gemm.schedule == "grid" else min(worst, num_sms * stage.gemm.programs_per_sm)
