@@ -4,10 +4,11 @@ Outside CUDA-graph capture, all dispatchers of one layer kind share a workspace 
 shrinks, and is freed with the last of those dispatchers. Calls on one stream run one after another, so they can share;
 two threads must not issue calls on one stream at the same time.
 
-During capture, and as an operator of a compiled program, each call takes a workspace of its own from torch's allocator and lets go of it at its end. Torch serves
-it from the graph's private pool: no cudaMalloc that capture forbids, the pool hands the same memory to the next call
-of the capture, and it stays alive as long as the graph. A shared workspace would do worse: a graph keeps raw
-pointers, so growing the workspace later would leave the graph with freed memory.
+During capture, and as an operator of a compiled program, each call takes a workspace of its own from torch's
+allocator and lets go of it at its end. Torch serves it from the graph's private pool: no cudaMalloc that capture
+forbids, the pool hands the same memory to the next call of the capture, and it stays alive as long as the graph. A
+shared workspace would do worse: a graph keeps raw pointers, so growing the workspace later would leave the graph with
+freed memory.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ def decide(
     Members are tied with the fastest where intervals overlap or medians are closer than `noise`. The default stays
     if it is tied. Otherwise only members that beat the default by more than noise can be chosen, and of the tied ones
     among those only such whose median is within MARGIN, or the noise, of the fastest: wide intervals overlap without
-    making two tactics equal. Among what is left: what the nearest of `neighbours` use, else the one that needs the fewest new kernels beside
-    `used_stages`, launches and resources, else the first by text.
+    making two tactics equal. Among what is left: what the nearest of `neighbours` use, else the one that needs the
+    fewest new kernels beside `used_stages`, launches and resources, else the first by text.
     """
     timed = [(outcome.tactic, outcome.measurement) for outcome in finals if outcome.measurement is not None]
     whole = [(tactic, measured) for tactic, measured in timed if isinstance(tactic, Tactic)]
