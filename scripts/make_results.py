@@ -262,14 +262,20 @@ def _load_row(cell: ResultCell) -> Sequence[object]:
     )
 
 
-def correctness_values(path: Path, cells: Cells) -> dict[str, Any]:
+def correctness_values(path: Path, recording: Recording, cells: Cells) -> dict[str, Any]:
     lines = [line.split(maxsplit=6) for line in path.read_text(encoding="utf-8").splitlines()[1:]]
     assert len(lines) == len(cells), "another grid was verified than tuned"
     chosen = {(cell.tokens, cell.ep): str(cell.decision.chosen) for cell in cells}
     empty = [f"{line[0]} token at EP {line[2]}" for line in lines if float(line[3]) == 0.0]
+    same = sum(chosen[int(line[0]), int(line[2])] == line[6] for line in lines)
+    choices = {(cell.decision.key, cell.decision.chosen) for cell in cells}
+    finals = [record.accuracy for record in recording.records if (record.key, record.tactic) in choices]
+    assert len(finals) >= len(cells) and None not in finals, "a choice without a checked result"
     return {
         "num_right": sum(line[5] == "right" for line in lines),
-        "num_same": sum(chosen[int(line[0]), int(line[2])] == line[6] for line in lines),
+        "num_same": same,
+        "num_retaken": len(cells) - same,
+        "finals_rms": max(accuracy.rms_relative for accuracy in finals if accuracy is not None),
         "empty_cells": f" ({', '.join(empty)} drew no local slot, so zeros are right)" if empty else "",
         "max_abs": max(float(line[3]) for line in lines),
         "max_rms": max(float(line[4]) for line in lines),
@@ -305,7 +311,7 @@ def page(recording: Recording, cells: Cells) -> str:
         **gemm_values(cells),
         **diff_values({ep: side_of_ep(recording, ep) for ep in by_ep(cells)}, table, short),
         "loads": load_tables(cells),
-        **correctness_values(DATA / "verify_h200.txt", cells),
+        **correctness_values(DATA / "verify_h200.txt", recording, cells),
         **dispatch_values(DATA / "dispatch_h200.json"),
     }
     return flowed((HERE / "results_template.md").read_text(encoding="utf-8").format_map(values))

@@ -13,6 +13,7 @@ from fitune.tactic import Tactic
 
 Table = Callable[[str, Iterable[Sequence[object]]], str]
 Short = Callable[[Tactic], str]
+POWER_TOKENS = 4096
 COLUMNS = (Verdict.SAME, Verdict.TIE, Verdict.UNDECIDED, Verdict.NOT_ENUMERATED, Verdict.REAL)
 
 
@@ -38,6 +39,7 @@ def diff_values(sides: Mapping[int, Side], table: Table, short: Short) -> dict[s
         "num_composed": sources["composed"],
         "families": ", ".join(map(str, sorted(families))),
         "measured_span": f"{100.0 * min(measured):+.1f} to {100.0 * max(measured):+.1f} %",
+        "power_hint": _power_hint(real),
         "diffs": "\n\n".join(_report(report, table, short) for report in reports),
     }
 
@@ -46,6 +48,18 @@ def cost_of(row: DiffRow) -> Regret:
     """The cost that a real difference rests on."""
     assert isinstance(row.evidence, Real)
     return row.evidence.regret
+
+
+def _power_hint(real: Sequence[DiffRow]) -> str:
+    """What to make of sums of stages that were timed under the power cap, where a verdict rests on them."""
+    capped = {row.num_tokens for row in real if row.num_tokens >= POWER_TOKENS and cost_of(row).source == "composed"}
+    if not capped:
+        return ""
+    listed = " and ".join(f"{tokens:,}" for tokens in sorted(capped))
+    return (
+        f" Those at {listed} tokens compare stages timed at different moments under the power cap: take them as a "
+        "hint, not as a finding."
+    )
 
 
 def _summary(report: DiffReport) -> Sequence[object]:
