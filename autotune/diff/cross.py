@@ -175,7 +175,8 @@ def _composed(tactic: Tactic, host: Cell, sorts: Sorts) -> Regret | None:
     """Sums of stage times, judged twice: against the host's own sum, and against its whole-layer time.
 
     The host's stages won because they were seen fast, partly by luck, so that their sum flatters them; its final
-    time does not, but holds what a sum leaves out. Only where both agree is anything claimed.
+    time does so less (it is the fastest of the finalists), but holds what a sum leaves out. Only where both agree,
+    and by more than the luck of the fastest of so many, is anything claimed.
     """
     for regime in _stage_regimes(host):
         if (tactic.family, tactic.tile_size) == (host.tactic.family, host.tactic.tile_size):
@@ -185,9 +186,10 @@ def _composed(tactic: Tactic, host: Cell, sorts: Sorts) -> Regret | None:
         if time is None or reference is None:
             continue
         band = max(host.decision.noise, APART_BAND, _composition_spread(host, regime, sorts))
-        found = judge(time, reference, band, "composed", False)
+        finalists = len(host.decision.members)
+        found = judge(time, reference, band, "composed", False, finalists)
         anchor = _anchor(host, regime, sorts)
-        if anchor is None or judge(time, anchor, band, "composed", False).judgement == found.judgement:
+        if anchor is None or judge(time, anchor, band, "composed", False, finalists).judgement == found.judgement:
             return found
         return replace(found, judgement="unclear")
     return None
