@@ -22,7 +22,7 @@ FLOOR: Final = "#8d8d8d"
 OTHERS: Final = ("#6a994e", "#8e6bbf", "#c98b1b", "#3a3a3a")
 PANEL_INCHES: Final = (3.4, 4.6)
 MAX_RATIO_SHOWN: Final = 3.0
-STYLE: Final[dict[str, Any]] = {
+STYLE: Final[Any] = {  # matplotlib's own type lists every setting there is
     "font.size": 9.0,
     "axes.spines.top": False,
     "axes.spines.right": False,

@@ -115,8 +115,8 @@ def _enumerate(stage: StageName) -> Iterator[Stage]:
         gemm = GemmTactic(block_n, block_k, group_m, warps, stages, schedule, programs, flatten, loads, swap)
         for place in places:
             yield Stage(stage, "tile", tile, gemm, **place)  # type: ignore[arg-type]
-    axes = product(gemv_block_n(stage), GEMV_BLOCK_K, GEMV_WARPS, GEMV_LOOPS)
-    for block_n, block_k, warps, (schedule, programs, flatten) in axes:
+    streams = product(gemv_block_n(stage), GEMV_BLOCK_K, GEMV_WARPS, GEMV_LOOPS)
+    for block_n, block_k, warps, (schedule, programs, flatten) in streams:
         gemm = GemmTactic(block_n, block_k, 1, warps, 1, schedule, programs, flatten)
         yield Stage(stage, "gemv", 1, gemm, **places[0])  # type: ignore[arg-type]
 

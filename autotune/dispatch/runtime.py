@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
-
-from torch import Tensor
 
 from fitune.cache import Table, load_table
 from fitune.dispatch.workspaces import WorkspacePool
 from fitune.errors import DispatchError
 from fitune.misses import Miss, MissLog
 from fitune.target import kernel_source_hash
+
+if TYPE_CHECKING:
+    from fitune.dispatch.dispatcher import Dispatcher
 
 log: Final = logging.getLogger("fitune.dispatch")
 
@@ -26,10 +26,10 @@ class Runtime:
 
     def __init__(self) -> None:
         self.workspaces = WorkspacePool()
-        self.dispatchers: dict[tuple[object, ...], Callable[..., Tensor]] = {}
+        self.dispatchers: dict[tuple[object, ...], Dispatcher] = {}
         self._tables: dict[Path, Table] = {}
         self._said: set[tuple[object, ...]] = set()
-        self._live: WeakValueDictionary[int, Callable[..., Tensor]] = WeakValueDictionary()
+        self._live: WeakValueDictionary[int, Dispatcher] = WeakValueDictionary()
         self._handles = itertools.count(1)
 
     @cached_property
@@ -48,21 +48,21 @@ class Runtime:
         self.dispatchers.clear()
         self._tables.clear()
 
-    def register(self, call: Callable[..., Tensor]) -> int:
+    def register(self, dispatcher: Dispatcher) -> int:
         """A number under which compiled graphs find a dispatcher as long as it lives."""
         handle = next(self._handles)
-        self._live[handle] = call
+        self._live[handle] = dispatcher
         return handle
 
-    def live(self, handle: int) -> Callable[..., Tensor]:
+    def live(self, handle: int) -> Dispatcher:
         """The dispatcher behind a number. Raises DispatchError when it is gone."""
-        call = self._live.get(handle)
-        if call is None:
+        dispatcher = self._live.get(handle)
+        if dispatcher is None:
             raise DispatchError(
                 f"dispatcher {handle} is gone, yet compiled code calls it; keep the dispatcher alive beside that code, "
                 "and use fitune.fused_moe in code that is saved and loaded elsewhere"
             )
-        return call
+        return dispatcher
 
     def say_once(self, what: object, message: str, *values: object) -> None:
         """Log a warning, once for each `what`."""

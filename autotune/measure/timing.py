@@ -8,7 +8,7 @@ from typing import Final, Protocol
 
 import torch
 
-Body = Callable[[], None]
+Body = Callable[[], object]
 
 GRAPH_RESOLUTION_US: Final = 0.5
 HOST_RESOLUTION_US: Final = 1.0
