@@ -1,4 +1,4 @@
-"""Make docs/results.md and its pictures from the measurements in docs/data. No GPU, no network, no torch.
+"""Make docs/results.md, its pictures, and the table in docs/kernels.md from what was measured. No GPU, no torch.
 
     python scripts/make_results.py [--out docs] [--no-images]
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from results_axes import axis_tables, with_axes
 from results_data import ResultCell, geometric_mean, read_cells, read_peers, side_of_ep
 from results_diff import diff_values
 
@@ -327,6 +328,9 @@ def main() -> None:
     images = given.out / "images"
     images.mkdir(parents=True, exist_ok=True)
     (given.out / "results.md").write_text(page(recording, cells), encoding="utf-8")
+    kernels = (DATA.parent / "kernels.md").read_text(encoding="utf-8")
+    tables = axis_tables(load_recording(embedded_recordings()[0]), table)
+    (given.out / "kernels.md").write_text(with_axes(kernels, tables), encoding="utf-8")
     if not given.no_images:
         from results_plots import draw_layer_times, draw_ratios
 

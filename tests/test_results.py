@@ -29,7 +29,7 @@ def data() -> ModuleType:
     return module
 
 
-def test_the_page_is_made_anew_without_torch(tmp_path: Path) -> None:
+def test_the_pages_are_made_anew_without_torch(tmp_path: Path) -> None:
     barred = tmp_path / "barred"
     barred.mkdir()
     for name in ("torch", "triton"):
@@ -38,9 +38,9 @@ def test_the_page_is_made_anew_without_torch(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "make_results.py"), "--out", str(tmp_path)]
     made = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
-    fresh = (tmp_path / "results.md").read_text(encoding="utf-8")
-    committed = (DOCS / "results.md").read_text(encoding="utf-8")
-    assert fresh == committed, "docs/results.md is out of date: run python scripts/make_results.py"
+    for page in ("results.md", "kernels.md"):
+        fresh, committed = ((folder / page).read_text(encoding="utf-8") for folder in (tmp_path, DOCS))
+        assert fresh == committed, f"docs/{page} is out of date: run python scripts/make_results.py"
     pictures = {path.name for path in (tmp_path / "images").iterdir()}
     assert {"layer-times.svg", "layer-times.png", "peer-ratio.svg", "peer-ratio.png"} <= pictures
     assert all(path.stat().st_size > 10_000 for path in (tmp_path / "images").iterdir())
