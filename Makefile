@@ -2,6 +2,7 @@
 #       recording where there is none with room for the layer (then no torch is installed)
 # test  lint, types, layers and all tests
 # lint  ruff, mypy and the import layers alone
+# docs  the results page, the table of the kernels' page and all pictures, made anew
 # venv  the whole development environment in .venv
 #
 # Each target installs what it needs into .venv first. PYTHON=/path/to/python3.11 chooses the interpreter.
@@ -22,7 +23,7 @@ PYTEST_ARGS ?= -n 2 -q
 PYTHON ?= $(shell for each in python3 python3.11 python3.12 python3.13 python3.14; do \
 	$$each -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$each && break; done)
 
-.PHONY: demo test lint venv tree clean
+.PHONY: demo test lint docs venv tree clean
 .DELETE_ON_ERROR:
 
 demo: $(DEMO_DONE)
@@ -38,6 +39,10 @@ lint: venv tree
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	PYTHONPATH=build/lint $(BIN)/lint-imports
+
+docs: venv
+	$(BIN)/python scripts/make_results.py
+	$(BIN)/python scripts/make_diff_picture.py
 
 venv: $(VENV)/dev.done
 
