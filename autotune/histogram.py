@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fitune.errors import InputError
+from fitune.inputfile import read_input
 
 MAX_BYTES: Final = 16 << 20
 _EXPECTED: Final = "give a JSON or msgpack list, or one number a line: how often each expert was chosen"
@@ -25,15 +26,7 @@ def load_histogram(path: str | Path) -> tuple[str, NDArray[np.float64]]:
     the weights, float64 [experts]. Raises InputError naming the file and the value at fault.
     """
     file = Path(path)
-    try:
-        with file.open("rb") as stream:
-            raw = stream.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise InputError(f"histogram {file}: cannot be read ({error.strerror or type(error).__name__})") from None
-    except ValueError:
-        raise InputError(f"histogram {str(file)!r} is no file name") from None
-    if len(raw) > MAX_BYTES:
-        raise InputError(f"histogram {file}: larger than {MAX_BYTES} bytes; {_EXPECTED}")
+    raw = read_input(file, MAX_BYTES, f"histogram {file}", _EXPECTED)
     weights = _checked(_parse(raw, file), file)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem)[:64] or "histogram"
     return f"file:{name}:{weights_digest(weights)}", weights

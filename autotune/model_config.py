@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fitune.errors import InputError, ShapeError
+from fitune.inputfile import read_input
 from fitune.modelspec import MAX_SIZE, ModelPreset, RouterKind, RouterSpec
 from fitune.problem import DType, LayerShape
 
@@ -82,24 +83,26 @@ def read_model_config(path: str | Path, dtype: DType = "bf16") -> ModelPreset:
 
 
 def _load_object(file: Path) -> dict[str, Any]:
-    try:
-        with file.open("rb") as stream:
-            raw = stream.read(MAX_CONFIG_BYTES + 1)
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise InputError(f"{file}: cannot be read ({reason}); give a model's config.json") from None
-    except ValueError:
-        raise InputError(f"{str(file)!r} is no file name; give a model's config.json") from None
-    if len(raw) > MAX_CONFIG_BYTES:
-        raise InputError(f"{file}: larger than {MAX_CONFIG_BYTES} bytes; that is no model's config.json")
+    raw = read_input(file, MAX_CONFIG_BYTES, str(file), "give a model's config.json")
     try:
         loaded = json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        where = f"line {error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else type(error).__name__
-        raise InputError(f"{file}: not valid JSON ({where}); give a model's config.json") from None
+        raise InputError(f"{file}: not valid JSON ({_json_fault(error)}); give a model's config.json") from None
     if not isinstance(loaded, dict):
-        raise InputError(f"{file}: holds a {type(loaded).__name__}, not an object; give a model's config.json")
+        raise InputError(f"{file}: holds {_short(loaded)}, not an object; give a model's config.json")
     return loaded
+
+
+def _json_fault(error: Exception) -> str:
+    match error:
+        case json.JSONDecodeError():
+            return f"line {error.lineno}: {error.msg}"
+        case UnicodeDecodeError():
+            return "its bytes are no UTF-8 text"
+        case RecursionError():
+            return "it is nested too deeply"
+        case _:
+            return "it holds a number too long to read"
 
 
 def _text_model(loaded: dict[str, Any], file: Path) -> dict[str, Any]:

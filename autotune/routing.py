@@ -26,6 +26,7 @@ from fitune.histogram import load_histogram, weights_digest
 from fitune.problem import Problem
 
 __all__ = [
+    "check_histogram",
     "check_routing",
     "draw_topk_ids",
     "draw_topk_weights",
@@ -66,6 +67,8 @@ def read_routing(text: str) -> tuple[str, Floats | None]:
     """What a user wrote after `--routing`: the canonical text, and the weights where `file:PATH` names a histogram."""
     text = text.strip()
     if text.startswith("file:") and not _FILE.fullmatch(text):
+        if text == "file:":
+            raise InputError(f"routing {text!r} names no file; {_USAGE}")
         return load_histogram(text.removeprefix("file:"))
     return check_routing(text), None
 
@@ -277,6 +280,11 @@ def _merge(
 
 
 # ---- histograms --------------------------------------------------------------------------------------------------
+
+
+def check_histogram(problem: Problem, histogram: Floats) -> None:
+    """Raises InputError where the problem's router choices cannot be drawn from this histogram."""
+    _chances(problem, problem.routing, histogram)
 
 
 def _chances(problem: Problem, routing: str, histogram: Floats | None) -> Floats:

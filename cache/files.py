@@ -25,15 +25,22 @@ def storage_error(path: Path, action: str, error: OSError) -> StoreError:
         advice = "the disk is full; free some space and run again, what was stored before is intact"
     elif error.errno in _DENIED:
         advice = "permission denied; give this user access, or name another place with --store DIR"
-    elif error.errno in (errno.ENOENT, errno.ENOTDIR):
+    elif error.errno == errno.ENOENT:
         advice = "there is no such file or folder; check the path"
+    elif error.errno == errno.ENOTDIR:
+        advice = "a part of this path is a file, not a folder; check the path"
+    elif error.errno == errno.EISDIR:
+        advice = "it is a folder, not a file; name the file"
     else:
         advice = f"{error.strerror or error}; check the disk and the path"
     return StoreError(f"cannot {action} {path}: {advice}")
 
 
-def read_file(path: Path, limit_bytes: int) -> bytes:
-    """All bytes of a regular file of at most `limit_bytes`. Raises FileNotFoundError, or StoreError for the rest."""
+def read_file(path: Path, limit_bytes: int, first_bytes: int = -1) -> bytes:
+    """All bytes, or the first few, of a regular file of at most `limit_bytes`.
+
+    Raises FileNotFoundError, or StoreError for the rest.
+    """
     try:
         # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -43,7 +50,7 @@ def read_file(path: Path, limit_bytes: int) -> bytes:
                 raise StoreError(f"cannot read {path}: it is not a file; name a file or store that fitune wrote")
             if status.st_size > limit_bytes:
                 raise StoreError(f"cannot read {path}: its {status.st_size} bytes are more than fitune ever writes")
-            return file.read(limit_bytes)
+            return file.read(limit_bytes if first_bytes < 0 else first_bytes)
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -203,5 +203,6 @@ def read_single(path: Path, data: bytes, role: Role, kind: Kind) -> tuple[Header
         if len(frames) == 1:
             header = read_header(path, found, role)
     if len(frames) != 2 or frames[1].kind != kind:
-        raise CorruptStoreError(f"{path}: at byte {len(data)}: a {role} has two frames, this has {len(frames)}")
+        what = f"a {role} has two frames, this has {len(frames)}" if frames else "the file is empty"
+        raise CorruptStoreError(f"{path}: at byte {len(data)}: {what}; get a fresh copy of the {role}")
     return header, frames[1]

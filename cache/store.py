@@ -73,6 +73,8 @@ class Store:
                 _create(path)
             elif kind == "missing":
                 raise StoreError(f"no store at {path}; check the path, or make one with `fitune search --store {path}`")
+            elif kind == "store" and create:
+                (path / SEGMENTS).mkdir(exist_ok=True)
             elif kind == "foreign":
                 raise StoreError(f"{path} is a folder of other files, not a fitune store; name a store or a new folder")
         except OSError as error:
@@ -114,12 +116,9 @@ class Store:
             read_header(marker, first, "store")
         for path in self.segment_paths():
             try:
-                with open(path, "rb") as file:
-                    first = next(scan(file.read(_MAX_HEADER_BYTES)), None)
+                first = next(scan(read_file(path, MAX_FILE_BYTES, first_bytes=_MAX_HEADER_BYTES)), None)
             except FileNotFoundError:
                 continue
-            except OSError as error:
-                raise storage_error(path, "read", error) from error
             if isinstance(first, Frame) and first.kind == Kind.HEADER:
                 read_header(path, first, "segment")
 

@@ -13,6 +13,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         from fitune.cli.app import run
+    except KeyboardInterrupt:
+        return 130
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in ("typer", "click", "pydantic"):
             raise

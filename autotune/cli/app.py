@@ -22,6 +22,8 @@ EXTRA_OF: Final[dict[str, str]] = {
     "triton": "gpu",
 }
 INTERRUPTED: Final = 130
+MAX_WORD: Final = 300
+"""Longer words of an error are shown by their beginning and end."""
 BROKEN_PIPE: Final = 141
 
 app = typer.Typer(
@@ -64,6 +66,9 @@ app.add_typer(cache.app, name="cache")
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; nothing but our own bugs leaves as an exception."""
+    # A stream the shell has closed is None; what would go there is dropped.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that has no µ gets a question mark
@@ -128,5 +133,6 @@ def _os_error_text(error: OSError) -> str:
 
 
 def _fail(text: str, code: int) -> int:
-    print(f"fitune: error: {' '.join(text.split())}", file=sys.stderr)
+    words = (word if len(word) <= MAX_WORD else f"{word[: MAX_WORD // 2]}...{word[-20:]}" for word in text.split())
+    print(f"fitune: error: {' '.join(words)}", file=sys.stderr)
     return code

@@ -159,7 +159,7 @@ def prune(
 ) -> None:
     """Drop what nothing needs: doubles and superseded decisions, never a decision in use.
 
-    Damaged segments are set aside; what can be read of them stays in the store.
+    Damaged segments are set aside; what can be read of them stays in the store. The table is written anew.
     """
     from fitune.cache import open_store
     from fitune.target import kernel_source_hash
@@ -167,6 +167,8 @@ def prune(
     path = options.store_path(store)
     opened = open_store(path)
     report = opened.prune(kernels=kernel_source_hash() if stale else None, dry_run=dry_run)
+    if not dry_run:
+        opened.write_table()
     if json:
         from fitune.cli.output import emit_json
 

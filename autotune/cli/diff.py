@@ -79,12 +79,17 @@ def _pairs(stores: list[Path], store: Path | None, ep: str | None) -> list[tuple
             return [(a, b)]
         return [(_narrowed(a, size), _narrowed(b, size)) for size in _sizes(ep, 1)]
     if stores:
-        raise InputError(f"{len(stores)} stores are given; name two, or one with --store DIR --ep 1,8")
+        raise InputError(f"{_given(stores, store)}; name two stores, or one with --store DIR --ep 1,8")
     if ep is None:
         raise InputError("nothing to compare; use --store DIR --ep 1,8 or name two stores")
     first, *others = _sizes(ep, 2)
     whole = side_of(open_store(options.store_path(store)), label="")
     return [(_narrowed(whole, first), _narrowed(whole, other)) for other in others]
+
+
+def _given(stores: list[Path], store: Path | None) -> str:
+    count = f"{len(stores)} store{'s are' if len(stores) > 1 else ' is'} given"
+    return count if store is None else f"{count} beside --store {store}"
 
 
 def _labels(a: Path, b: Path) -> tuple[str, str]:
@@ -104,6 +109,7 @@ def _sizes(text: str, least: int) -> list[int]:
 
 def _narrowed(side: Side, size: int) -> Side:
     """What a side holds for ranks of an EP group of `size`; where experts split unevenly, for the fuller ranks."""
+    from fitune.cli.inputs import ep_labels
     from fitune.problem import local_experts_of_ep
 
     held = {key.layer for key in side.decisions}
@@ -114,7 +120,7 @@ def _narrowed(side: Side, size: int) -> Side:
     }
     label = f"{side.label} EP {size}".strip()
     if not kept:
-        have = ", ".join(sorted({layer.ep_label for layer in held})) or "no tuned cells"
+        have = ep_labels(held) or "no tuned cells"
         raise InputError(f"--ep {size}: {side.label or 'the store'} has no such cells; it has {have}")
     return replace(
         side,

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from fitune.errors import InputError, ShapeError
-from fitune.problem import DEFAULT_TOKENS, DISPATCHES, DTYPES, Dispatch, LayerShape, Problem, local_experts_of_ep
+from fitune.problem import (
+    DEFAULT_TOKENS,
+    DISPATCHES,
+    DTYPES,
+    Dispatch,
+    LayerKey,
+    LayerShape,
+    Problem,
+    local_experts_of_ep,
+)
 
 MAX_TOKENS: Final = 1 << 24
 _DURATION: Final = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
@@ -60,6 +70,7 @@ class Layer:
 def read_layer(model: str | None, model_config: Path | None, shape: str | None, dtype: str, redundant: int) -> Layer:
     """The one layer that `--model`, `--model-config` or `--shape` names."""
     from fitune.models import parse_shape, preset, read_model_config
+    from fitune.modelspec import MAX_SIZE
 
     if dtype not in DTYPES:
         raise ShapeError(f"--dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}")
@@ -77,27 +88,35 @@ def read_layer(model: str | None, model_config: Path | None, shape: str | None, 
     else:
         assert model is not None
         layer = Layer(model, preset(model, dtype).shape)
+    if redundant > MAX_SIZE - layer.shape.num_experts:
+        raise ShapeError(f"--redundant {redundant} is too many; a layer has at most {MAX_SIZE} experts with them")
     return Layer(layer.name, layer.shape.with_redundant_experts(redundant)) if redundant else layer
 
 
 def local_expert_counts(shape: LayerShape, ep: str | None, local_experts: str | None) -> tuple[int, ...]:
     """Local expert counts that `--ep` or `--local-experts` names, most first; EP 1 when neither is given."""
-    if ep and local_experts:
+    if ep is not None and local_experts is not None:
         raise InputError(f"--ep {ep} and --local-experts {local_experts} are given together; use one of them")
-    if local_experts:
+    if local_experts is not None:
         counts = set(whole_numbers(local_experts, "--local-experts"))
         for count in counts:
             if count > shape.num_experts:
                 raise ShapeError(f"--local-experts {count} is more than the layer's {shape.num_experts} experts")
     else:
-        sizes = whole_numbers(ep or "1", "--ep")
+        sizes = whole_numbers("1" if ep is None else ep, "--ep")
         counts = {count for size in sizes for count in local_experts_of_ep(shape.num_experts, size)}
     return tuple(sorted(counts, reverse=True))
 
 
 def token_counts(text: str | None) -> tuple[int, ...]:
     """Token counts that `--tokens` names; 1, 2, 4 ... 16384 when it is not given."""
-    return whole_numbers(text, "--tokens") if text else DEFAULT_TOKENS
+    return DEFAULT_TOKENS if text is None else whole_numbers(text, "--tokens")
+
+
+def ep_labels(layers: Iterable[LayerKey]) -> str:
+    """The EP sizes of some layers in words, smallest first; empty where there are none."""
+    ordered = sorted(set(layers), key=lambda layer: -layer.local_experts)
+    return ", ".join(dict.fromkeys(layer.ep_label for layer in ordered))
 
 
 def read_dispatch(text: str) -> Dispatch:

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PIPE_WIDTH: Final = 240
+LEAST_WIDTH: Final = 40
+"""Narrower tables would lose whole columns; lines run over instead."""
 
 
 def say(text: str) -> None:
@@ -30,4 +32,6 @@ def console(*, stderr: bool = False) -> Console:
 
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or os.environ.get("COLUMNS") else PIPE_WIDTH
-    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+    made = Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+    made.width = max(made.width, LEAST_WIDTH)
+    return made

@@ -124,7 +124,7 @@ def clock(seconds: float) -> str:
 
 
 def _name(key: Key) -> str:
-    return f"{key.num_tokens} tokens {key.layer.ep_label}"
+    return f"{key.num_tokens} token{'' if key.num_tokens == 1 else 's'} {key.layer.ep_label}"
 
 
 def _decided(decision: Decision) -> str:

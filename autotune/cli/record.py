@@ -79,7 +79,7 @@ def record(
     from fitune.cli.inputs import seconds_of
 
     check_out(out)
-    title = name or out.stem
+    title = check_name(out.stem if name is None else name)
     layer_given = bool(model or model_config or shape)
     if from_store is not None:
         if layer_given or store is not None:
@@ -92,10 +92,12 @@ def record(
         from fitune.search import SearchPlan
 
         grid = read_grid(model, model_config, shape, dtype, redundant, ep, local_experts, tokens, routing, dispatch)
-        limit_s = seconds_of(budget) if budget else None
-        plan = SearchPlan(grid.problems, budget_s=limit_s, seed=seed, sampler="exhaustive", batch=SWEEP_BATCH, force=True)
+        limit_s = None if budget is None else seconds_of(budget)
+        plan = SearchPlan(
+            grid.problems, budget_s=limit_s, seed=seed, sampler="exhaustive", batch=SWEEP_BATCH, force=True
+        )
         path = options.store_path(store)
-        with measuring(measurer, grid.problems, grid.histograms, seed) as found:
+        with measuring(measurer, grid.problems, grid.histograms, seed, required=grid.problems, path=path) as found:
             run(plan, found, path)
             keys = {key_of(problem, found.target.device) for problem in grid.problems}
             packed = pack(open_store(path), title, keys, found.target, found.environment.kernels)
@@ -117,6 +119,7 @@ def latest_kernels(store: Store) -> str:
     return kernels
 
 
+MAX_NAME: Final = 200
 SWEEP_BATCH: Final = 32
 """Stages handed over at once: enough that every compile worker has one while another is measured."""
 
@@ -127,6 +130,13 @@ def check_out(out: Path) -> None:
         raise InputError(f"--out {out} is a folder; name a file in it")
     if not out.parent.is_dir():
         raise InputError(f"--out {out}: there is no folder {out.parent}; make it first")
+
+
+def check_name(name: str) -> str:
+    """A recording's name. Raises InputError where it cannot be stored."""
+    if not 1 <= len(name) <= MAX_NAME or not name.isprintable():
+        raise InputError(f"--name {name!r:.80}: a recording's name is 1 to {MAX_NAME} printable characters")
+    return name
 
 
 def pack(

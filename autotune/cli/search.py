@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +12,7 @@ import typer
 
 from fitune.cli import options
 from fitune.cli.output import say
+from fitune.errors import FituneError
 
 if TYPE_CHECKING:
     from fitune.measure.protocol import Measurer
@@ -88,13 +89,13 @@ def search(
     plan = SearchPlan(
         problems,
         trials=trials,
-        budget_s=seconds_of(budget) if budget else None,
+        budget_s=None if budget is None else seconds_of(budget),
         seed=seed,
         sampler=sampler,
         force=force,
     )
     path = options.store_path(store)
-    with measuring(measurer, problems, grid.histograms, seed) as found:
+    with measuring(measurer, problems, grid.histograms, seed, required=grid.problems, path=path) as found:
         plan = replace(plan, problems=(*grid.problems, *searchable(missed, found, grid.problems)))
         summary = run(plan, found, path)
         report(plan, found, summary, path, json)
@@ -122,13 +123,17 @@ def read_grid(
 ) -> Grid:
     """The options that name a layer and its sweep, read and checked. Raises InputError."""
     from fitune.cli import inputs
-    from fitune.routing import read_routing
+    from fitune.routing import check_histogram, read_routing
 
     layer = inputs.read_layer(model, model_config, shape, dtype, redundant)
     counts = inputs.local_expert_counts(layer.shape, ep, local_experts)
     profile, weights = read_routing(routing)
     problems = inputs.grid(layer.shape, counts, inputs.token_counts(tokens), profile, inputs.read_dispatch(dispatch))
-    return Grid(problems, {} if weights is None else {profile: weights.tolist()})
+    if weights is None:
+        return Grid(problems, {})
+    for problem in problems:
+        check_histogram(problem, weights)
+    return Grid(problems, {profile: weights.tolist()})
 
 
 def read_misses(path: Path) -> list[Miss]:
@@ -163,14 +168,28 @@ def searchable(misses: Sequence[Miss], measurer: Measurer, besides: Sequence[Pro
 
 @contextmanager
 def measuring(
-    text: str, problems: Sequence[Problem], histograms: Mapping[str, Sequence[float]], seed: int
+    text: str,
+    problems: Sequence[Problem],
+    histograms: Mapping[str, Sequence[float]],
+    seed: int,
+    *,
+    required: Sequence[Problem],
+    path: Path,
 ) -> Iterator[Measurer]:
-    """The measurer that `--measurer` names, announced on stderr and closed at the end."""
+    """The measurer that `--measurer` names, announced on stderr and closed at the end.
+
+    Before anything is said, a recording must hold the `required` problems, and the store at `path` is opened or made.
+    """
+    from fitune.cache import Store
     from fitune.measure.choose import choose_measurer
     from fitune.measure.recording import RecordingMeasurer
 
     measurer, note = choose_measurer(text, problems, seed=seed, histograms=histograms)
     try:
+        if isinstance(measurer, RecordingMeasurer):
+            for problem in required:
+                measurer.require(problem)
+        Store.open(path, create=True)
         if note:
             say(note)
         if isinstance(measurer, RecordingMeasurer):
@@ -190,12 +209,16 @@ def run(plan: SearchPlan, measurer: Measurer, path: Path) -> SearchSummary:
     store = Store.open(path, create=True)
     try:
         with SearchProgress(len(plan.problems), plan.budget_s) as progress:
-            return run_search(plan, measurer, store, progress)
-    except KeyboardInterrupt:
-        say(f"interrupted; everything measured so far is kept in {path}, resume by the same command")
-        raise typer.Exit(130) from None
-    finally:
-        store.write_table()
+            summary = run_search(plan, measurer, store, progress)
+    except BaseException as error:
+        with suppress(FituneError):  # what went wrong first is what the user should read
+            store.write_table()
+        if isinstance(error, KeyboardInterrupt):
+            say(f"interrupted; everything measured so far is kept in {path}, resume by the same command")
+            raise typer.Exit(130) from None
+        raise
+    store.write_table()
+    return summary
 
 
 def report(plan: SearchPlan, measurer: Measurer, summary: SearchSummary, path: Path, json: bool) -> None:

@@ -67,10 +67,10 @@ def read_cells(store: Store, decisions: Sequence[Decision] | None = None) -> lis
 
 def select(cells: list[Cell], ep: str | None, tokens: str | None) -> list[Cell]:
     """The cells of the named EP sizes and token counts. Raises InputError where a name fits none of them."""
-    from fitune.cli.inputs import whole_numbers
+    from fitune.cli.inputs import ep_labels, whole_numbers
     from fitune.problem import local_experts_of_ep
 
-    if ep:
+    if ep is not None:
         kept: list[Cell] = []
         for size in whole_numbers(ep, "--ep"):
             found = [
@@ -80,11 +80,11 @@ def select(cells: list[Cell], ep: str | None, tokens: str | None) -> list[Cell]:
                 and cell.key.layer.local_experts in local_experts_of_ep(cell.key.layer.num_experts, size)
             ]
             if not found:
-                held = sorted({cell.key.layer.ep_label for cell in cells})
-                raise InputError(f"--ep {size}: the store has no such cells; it has {', '.join(held) or 'none at all'}")
+                held = ep_labels(cell.key.layer for cell in cells) or "none at all"
+                raise InputError(f"--ep {size}: the store has no such cells; it has {held}")
             kept += [cell for cell in found if cell not in kept]
         cells = [cell for cell in cells if cell in kept]
-    if tokens:
+    if tokens is not None:
         wanted = set(whole_numbers(tokens, "--tokens"))
         held_counts = sorted({cell.tokens for cell in cells})
         cells = [cell for cell in cells if cell.tokens in wanted]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +31,17 @@ MAX_ABS: Final = 0.0625
 
 def register(app: typer.Typer) -> None:
     app.command("verify", short_help="Check tactics against a float32 reference (GPU).", epilog=EXAMPLES)(verify)
+
+
+def bound_of(text: object) -> float:
+    """A finite number of 0 or more; its refusal names the value."""
+    try:
+        value = float(str(text))
+    except ValueError:
+        value = math.nan
+    if not 0.0 <= value < math.inf:
+        raise typer.BadParameter(f"{text!r} is not a finite number of 0 or more")
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +75,10 @@ def verify(
             help="Seed of the fresh input.  [default: from the clock]",
         ),
     ] = None,
-    bound: Annotated[float, typer.Option("--bound", metavar="X", help="Largest absolute error allowed.")] = MAX_ABS,
+    bound: Annotated[
+        float,
+        typer.Option("--bound", metavar="X", parser=bound_of, help="Largest absolute error allowed."),
+    ] = MAX_ABS,
     json: options.Json = False,
 ) -> None:
     """Run tactics on fresh random input and compare with a float32 reference; exit 1 when one is wrong.
@@ -76,11 +91,11 @@ def verify(
     drawn = time.time_ns() % (1 << 31) if seed is None else seed
     tuned: dict[Problem, Tactic] = {}
     if model or model_config or shape:
-        profile = routing or "random"
+        profile = "random" if routing is None else routing
         grid = read_grid(model, model_config, shape, dtype, redundant, ep, local_experts, tokens, profile, dispatch)
     else:
-        tuned = _of_store(options.store_path(store), ep, tokens, routing)
-        grid = Grid(tuple(tuned), {})
+        tuned, histograms = _of_store(options.store_path(store), ep, tokens, routing)
+        grid = Grid(tuple(tuned), histograms)
     rows = [_row(job, outcome, bound) for job, outcome in _check(grid, tuned, drawn)]
     _report(rows, drawn, bound, json)
     if not all(row["right"] for row in rows):
@@ -107,22 +122,29 @@ def _check(grid: Grid, tuned: Mapping[Problem, Tactic], seed: int) -> list[tuple
         measurer.close()
 
 
-def _of_store(path: Path, ep: str | None, tokens: str | None, routing: str | None) -> dict[Problem, Tactic]:
-    """Chosen tactics of a store's cells. Raises InputError where there are none."""
+def _of_store(
+    path: Path, ep: str | None, tokens: str | None, routing: str | None
+) -> tuple[dict[Problem, Tactic], dict[str, list[float]]]:
+    """Chosen tactics of a store's cells, and the histogram that `routing` names. Raises InputError without cells."""
     from dataclasses import replace
 
     from fitune.cache import open_store
     from fitune.cli.show import read_cells, select
-    from fitune.routing import check_routing
+    from fitune.routing import check_histogram, read_routing
 
+    profile, weights = (None, None) if routing is None else read_routing(routing)
     cells = select(read_cells(open_store(path)), ep, tokens)
     if not cells:
         raise InputError(f"{path} holds no tuned cells; fill it with `fitune search`, or give --model")
     found = {}
     for cell in cells:
         problem = cell.key.problem()
-        found[replace(problem, routing=check_routing(routing)) if routing else problem] = cell.decision.chosen
-    return found
+        if profile is not None:
+            problem = replace(problem, routing=profile)
+        if weights is not None:
+            check_histogram(problem, weights)
+        found[problem] = cell.decision.chosen
+    return found, {} if profile is None or weights is None else {profile: weights.tolist()}
 
 
 def _row(job: Job, outcome: Outcome, bound: float) -> dict[str, Any]:

@@ -94,6 +94,8 @@ def _make_dispatcher(
     miss_log: Path | str | None,
 ) -> Dispatcher:
     for name, tensor, axes in (("x", x, 2), ("w13", w13, 3), ("topk_ids", topk_ids, 2)):
+        if not isinstance(tensor, Tensor):
+            raise DispatchError(f"{name}: it is a {type(tensor).__name__}; give a torch tensor")
         if tensor.dim() != axes:
             raise DispatchError(f"{name}: shape is {list(tensor.shape)}; it must have {axes} dimensions")
     if w13.shape[1] % 2:

@@ -76,6 +76,8 @@ class Binding:
         self._check("out", out, tuple(x.shape), "num_tokens, hidden_size", (self.dtype,))
         if self.hidden_size > 1 and out.stride(1) != 1:
             raise DispatchError(f"out: its column stride is {out.stride(1)}; it must be 1: give a contiguous tensor")
+        if out.shape[0] > 1 and abs(out.stride(0)) < self.hidden_size:
+            raise DispatchError(f"out: its row stride is {out.stride(0)}, so rows overlap; give a contiguous tensor")
         if out.data_ptr() == x.data_ptr() and x.numel():
             raise DispatchError("out: it shares memory with x, which is read while out is written; give another tensor")
 

@@ -22,6 +22,7 @@ from fitune.errors import DispatchError
 from fitune.kernels.layer import LayerArgs
 from fitune.misses import Miss, power_of_two
 from fitune.problem import DEFAULT_ROUTING, DEFAULT_TOKENS, Dispatch, LayerKey, LayerShape, Problem, layer_key
+from fitune.routing import check_routing
 from fitune.space import default_tactic, legality
 from fitune.tactic import STAGES
 from fitune.target import Target
@@ -68,9 +69,8 @@ class Dispatcher:
     ) -> None:
         if policy not in POLICIES:
             raise DispatchError(f"policy {policy!r} is not known; use one of {', '.join(POLICIES)}")
-        self._problem: Final = Problem(
-            shape, local_experts, 0, routing or DEFAULT_ROUTING, dispatch, local_expert_offset
-        )
+        profile = DEFAULT_ROUTING if routing is None else check_routing(str(routing))
+        self._problem: Final = Problem(shape, local_experts, 0, profile, dispatch, local_expert_offset)
         self._runtime: Final = runtime
         self._policy: Final = policy
         self._miss_log: Final = None if miss_log is None else Path(miss_log)

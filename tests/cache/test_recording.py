@@ -134,7 +134,7 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, world: Any) -> None:
     with pytest.raises(StoreError, match=r"no recording at .*check the path"):
         load_recording(path)
     for content, what in [
-        (b"", "at byte 0: a recording has two frames"),
+        (b"", "at byte 0: the file is empty"),
         (b"\x1f\x8b gzip", "is not a fitune recording: .* at byte 0; name another file"),
         (header_frame("table"), "is a fitune table, not a recording"),
         (header_frame("recording") + frame(Kind.RECORDING, b"no zlib"), "field recording: it cannot be unpacked"),

@@ -17,6 +17,10 @@ import pytest
 from fitune.cache import open_store, save_recording
 from fitune.cache.checks import pack
 from fitune.cache.frames import FORMAT, Kind, frame
+from fitune.cli.inputs import ep_labels
+from fitune.errors import StoreError
+from fitune.models import preset
+from fitune.problem import Problem, key_of
 
 COMMAND = [sys.executable, "-c", "import sys; from fitune.cli import main; sys.exit(main())"]
 LAYER = ("--model", "qwen3-30b-a3b")
@@ -324,3 +328,132 @@ def test_missing_packages_name_the_extra(tuned: Path, package: str, extra: str, 
     assert result.stderr.splitlines()[-1].startswith("fitune: error: ")
     assert f"pip install 'fitune[{extra}]'" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--ep", "--local-experts", "--tokens", "--budget"])
+def test_an_empty_value_is_not_the_same_as_none(run: Callable[..., Any], tmp_path: Path, option: str) -> None:
+    """`--ep "$EP"` with EP unset must not quietly tune EP 1."""
+    failed(run("search", *LAYER, option, "", "--store", tmp_path / "store"), 2, f"{option} ''")
+
+
+def test_named_pipes_are_refused_and_not_waited_for(run: Callable[..., Any], tuned: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    failed(run("space", "--model-config", pipe, "--target", "sm_90"), 2, "no regular file")
+    failed(run("search", *LAYER, "--routing", f"file:{pipe}"), 2, "no regular file")
+    store = tmp_path / "store"
+    shutil.copytree(tuned, store)
+    os.mkfifo(store / "segments" / "9.seg")
+    failed(run("show", "--store", store), 2, "9.seg", "not a file")
+
+
+def test_a_histogram_is_checked_before_anything_is_measured(run: Callable[..., Any], tmp_path: Path) -> None:
+    short, hot = tmp_path / "short.json", tmp_path / "hot.json"
+    short.write_text(json.dumps([1.0] * 127))
+    hot.write_text(json.dumps([1.0] * 3 + [0.0] * 125))
+    failed(run("search", *LAYER, "--routing", f"file:{short}"), 2, "127 numbers for 128 experts")
+    failed(run("search", *LAYER, "--routing", f"file:{hot}"), 2, "recorded with another top_k")
+    failed(run("search", *LAYER, "--routing", "file:"), 2, "names no file")
+
+
+def test_verify_reads_a_histogram_for_a_store(
+    run: Callable[..., Any], tuned: Path, tmp_path: Path, no_gpu: None
+) -> None:
+    whole, short = tmp_path / "whole.json", tmp_path / "short.json"
+    whole.write_text(json.dumps([1.0] * 256))
+    short.write_text(json.dumps([1.0] * 255))
+    failed(run("verify", "--store", tuned, "--routing", f"file:{tmp_path / 'none'}"), 2, "cannot be read")
+    failed(run("verify", "--store", tuned, "--routing", f"file:{short}"), 2, "255 numbers")
+    failed(run("verify", "--store", tuned, "--routing", f"file:{whole}"), 3, "no usable GPU")
+
+
+@pytest.mark.parametrize("bound", ["x", "-1", "nan", "inf"])
+def test_a_bound_that_bounds_nothing(run: Callable[..., Any], tuned: Path, bound: str) -> None:
+    failed(run("verify", "--store", tuned, "--bound", bound), 2, f"'{bound}'", "0 or more")
+
+
+def test_a_recording_that_lacks_the_layer_is_not_announced(run: Callable[..., Any], tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    line = ("search", *LAYER, "--tokens", "7", "--store", store, "--measurer", "recording")
+    result = run(*line)
+    failed(result, 2, "hidden_size 2048")
+    assert len(result.err.splitlines()) == 1
+    assert not store.exists()
+
+
+def test_a_recording_is_named_before_the_sweep(run: Callable[..., Any], tuned: Path, tmp_path: Path) -> None:
+    for name in ("", "two\nlines", "n" * 300):
+        failed(run("record", "--from-store", tuned, "--out", tmp_path / "x.fitrec", "--name", name), 2, "--name")
+    assert not (tmp_path / "x.fitrec").exists()
+
+
+def test_too_many_redundant_experts(run: Callable[..., Any]) -> None:
+    failed(run("space", *LAYER, "--target", "sm_90", "--redundant", "999999999999"), 2, "999999999999", "at most")
+
+
+def test_a_value_of_thousands_of_letters_does_not_flood_the_terminal(run: Callable[..., Any]) -> None:
+    result = run("space", "--model", "x" * 5000, "--target", "sm_90")
+    failed(result, 2, "is not known")
+    assert len(result.err) < 1500
+
+
+def test_ep_sizes_are_listed_in_their_order(run: Callable[..., Any], tuned: Path) -> None:
+    shape = preset("deepseek-v3").shape
+    layers = [key_of(Problem(shape, count, 1), "chip").layer for count in (16, 256, 32, 37)]
+    assert ep_labels(layers) == "EP 1, L=37, EP 8, EP 16"
+    failed(run("diff", tuned), 2, "1 store is given")
+
+
+def test_a_store_without_its_segments_folder_is_mended(
+    run: Callable[..., Any], search_line: Callable[..., Any], tuned: Path, recording_file: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(tuned, store)
+    shutil.rmtree(store / "segments")
+    assert run(*search_line(recording_file, store)).code == 0
+    assert len(open_store(store).decisions()) == len(open_store(tuned).decisions())
+
+
+def test_prune_writes_a_broken_table_anew(run: Callable[..., Any], tuned: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(tuned, store)
+    (store / "table.fitable").write_bytes(b"hello")
+    assert run("cache", "check", "--store", store).code == 1
+    assert run("cache", "prune", "--store", store).code == 0
+    assert run("cache", "check", "--store", store).code == 0
+
+
+def test_a_closed_stdout_is_no_traceback(tuned: Path) -> None:
+    line = " ".join([f"'{sys.executable}' -c 'import sys; from fitune.cli import main; sys.exit(main())'", "show"])
+    for ending in ("--json >&-", "--json 2>&- >&-", ">&-"):
+        result = subprocess.run(
+            f"{line} --store '{tuned}' {ending}", shell=True, capture_output=True, text=True, check=False
+        )
+        assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_terminal_of_one_column_gets_lines(tuned: Path) -> None:
+    result = subprocess.run(
+        [*COMMAND, "show", "--store", str(tuned)],
+        env={**os.environ, "COLUMNS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert len(result.stdout.splitlines()) < 20
+
+
+def test_the_first_failure_is_the_one_that_is_told(
+    run: Callable[..., Any], search_line: Callable[..., Any], recording_file: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Where the store cannot be written, the table cannot either; the user reads of the records."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise StoreError("records cannot be written")
+
+    def refuse_table(*_: object) -> None:
+        raise StoreError("the table cannot be written")
+
+    monkeypatch.setattr("fitune.search.run_search", refuse)
+    monkeypatch.setattr("fitune.cache.Store.write_table", refuse_table)
+    failed(run(*search_line(recording_file, tmp_path / "store")), 2, "records cannot be written")

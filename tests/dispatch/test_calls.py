@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -15,7 +16,7 @@ import fitune
 from fitune.cache import Store
 from fitune.dispatch import Dispatcher, Runtime, forget
 from fitune.dispatch.ops import dispatch_op, fused_moe_op
-from fitune.errors import DispatchError, StoreError
+from fitune.errors import DispatchError, InputError, StoreError
 from fitune.misses import MISS_LOG_NAME, read_misses
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs Triton's interpreter on the CPU")
@@ -59,6 +60,19 @@ def test_out_is_filled_and_returned(dispatcher: Dispatcher, small: Any) -> None:
     out = torch.full((3, small.shape.hidden_size), float("nan"))
     assert dispatcher(*tensors.args, out=out) is out
     close(out, small.expected(tensors, offset=2))
+
+
+def test_out_with_overlapping_rows_is_refused(dispatcher: Dispatcher, small: Any) -> None:
+    tensors = small.tensors(3)
+    with pytest.raises(DispatchError, match="out: its row stride is 0, so rows overlap"):
+        dispatcher(*tensors.args, out=torch.empty(1, small.shape.hidden_size).expand(3, -1))
+
+
+def test_routing_is_read_as_the_search_reads_it(small: Any) -> None:
+    table = small.table(routing="zipf:1.2")({4})
+    assert Dispatcher(table, small.shape, 4, routing="zipf:1.20", device="cpu").lookup(4).hit
+    with pytest.raises(InputError, match="'zipf:abc'"):
+        Dispatcher(table, small.shape, 4, routing="zipf:abc", device="cpu")
 
 
 @pytest.mark.parametrize("num_tokens", [2, 8, 9])
@@ -232,6 +246,7 @@ def test_forget_reads_a_store_anew(store: Path, small: Any) -> None:
         ({"x": torch.zeros(32)}, r"x: shape is \[32\]; it must have 2 dimensions"),
         ({"x": torch.zeros(3, 32, dtype=torch.float64)}, "x: dtype is float64; it must be one of bf16, fp16, fp32"),
         ({"w13": None}, "must be torch tensors"),
+        ({"x": np.zeros((3, 32), dtype=np.float32)}, "torch tensors?$"),
         ({"w2": torch.zeros(4, 16, 32)}, "w2: shape"),
     ],
 )
