@@ -58,7 +58,7 @@ def _checked(loaded: Any, file: Path) -> NDArray[np.float64]:
     for expert, value in enumerate(loaded):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not 0.0 <= value <= 1e15:
-            raise InputError(f"histogram {file}: expert {expert} has {value!r}; it must be a number from 0 to 1e15")
+            raise InputError(f"histogram {file}: expert {expert} has {value!r:.60}; it must be a number from 0 to 1e15")
     weights = np.asarray(loaded, dtype=np.float64)
     if not weights.sum() > 0.0:
         raise InputError(f"histogram {file}: all {len(loaded)} experts have 0; at least one must have been chosen")

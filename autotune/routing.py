@@ -297,7 +297,7 @@ def _chances(problem: Problem, routing: str, histogram: Floats | None) -> Floats
     digest = weights_digest(histogram)
     if not routing.endswith(digest):
         raise InputError(f"routing {routing!r}: the histogram given is another one ({digest}); give the one recorded")
-    chances: Floats = histogram * (top_k / histogram.sum())
+    chances: Floats = histogram / histogram.sum() * top_k
     hottest = int(chances.argmax())
     if chances[hottest] > 1.0 + 1e-6:
         raise InputError(

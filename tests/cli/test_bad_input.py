@@ -354,6 +354,13 @@ def test_a_histogram_is_checked_before_anything_is_measured(run: Callable[..., A
     failed(run("search", *LAYER, "--routing", f"file:{short}"), 2, "127 numbers for 128 experts")
     failed(run("search", *LAYER, "--routing", f"file:{hot}"), 2, "recorded with another top_k")
     failed(run("search", *LAYER, "--routing", "file:"), 2, "names no file")
+    nested, tiny = tmp_path / "nested.json", tmp_path / "tiny.json"
+    nested.write_text(json.dumps([[1.0] * 128]))
+    tiny.write_text(json.dumps([5e-324] * 128))
+    result = run("search", *LAYER, "--routing", f"file:{nested}")
+    failed(result, 2, "expert 0 has [1.0")
+    assert len(result.err) < 400
+    failed(run("search", *LAYER, "--routing", f"file:{tiny}", "--measurer", "recording"), 2, "has no hidden_size")
 
 
 def test_verify_reads_a_histogram_for_a_store(
