@@ -131,9 +131,15 @@ def _static_candidates(shape: LayerShape, target: Target, stage: StageName) -> t
     return tuple(Candidate(item, _static_reason(item, shape, target)) for item in _enumerate(stage))
 
 
+@lru_cache(maxsize=16)
+def _compilable(target: Target, stage: StageName) -> tuple[Stage, ...]:
+    """The enumeration without what no shape can make legal on the target: most of it, dropped once for all shapes."""
+    return tuple(item for item in _enumerate(stage) if item.family != "tile" or not _code_reason(item, target))
+
+
 @lru_cache(maxsize=64)
 def _static_pool(shape: LayerShape, target: Target, stage: StageName) -> tuple[Stage, ...]:
-    return tuple(item for item in _enumerate(stage) if not _static_reason(item, shape, target))
+    return tuple(item for item in _compilable(target, stage) if not _static_reason(item, shape, target))
 
 
 def _static_reason(stage: Stage, shape: LayerShape, target: Target) -> str:
@@ -142,12 +148,12 @@ def _static_reason(stage: Stage, shape: LayerShape, target: Target) -> str:
         return _gemv_reason(stage, shape)
     if stage.family != "tile":
         return f"family: {stage.family!r} is not known"
-    return (
-        _form_reason(stage)
-        or _chip_reason(stage, shape, target)
-        or _tensor_core_reason(stage, target)
-        or _kernel_reason(stage, target)
-    )
+    return _form_reason(stage) or _chip_reason(stage, shape, target) or _code_reason(stage, target)
+
+
+def _code_reason(stage: Stage, target: Target) -> str:
+    """Reasons of a tile stage that depend on neither load nor shape."""
+    return _tensor_core_reason(stage, target) or _kernel_reason(stage, target)
 
 
 def _form_reason(stage: Stage) -> str:
