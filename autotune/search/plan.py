@@ -83,23 +83,31 @@ class LegalSpace:
         return space.default_tactic(problem, target)
 
 
-@dataclass(frozen=True, slots=True)
 class RecordedSpace:
-    """The part of another space that a recording holds."""
+    """The part of another space that a recording holds. Remembers each problem's pool."""
 
-    measurer: RecordingMeasurer
-    whole: SpaceSource
+    def __init__(self, measurer: RecordingMeasurer, whole: SpaceSource) -> None:
+        self.measurer = measurer
+        self.whole = whole
+        self._kept: dict[tuple[Problem, Target, StageName], tuple[tuple[Stage, ...], int]] = {}
 
     def pool(self, problem: Problem, target: Target, stage: StageName) -> Sequence[Stage]:
-        recorded = self.measurer.recorded_stages(problem, stage)
-        return [item for item in self.whole.pool(problem, target, stage) if item in recorded]
+        return self._split(problem, target, stage)[0]
 
     def missing(self, problem: Problem, target: Target, stage: StageName) -> int:
-        recorded = self.measurer.recorded_stages(problem, stage)
-        return sum(item not in recorded for item in self.whole.pool(problem, target, stage))
+        return self._split(problem, target, stage)[1]
 
     def default(self, problem: Problem, target: Target) -> Tactic:
         return self.whole.default(problem, target)
+
+    def _split(self, problem: Problem, target: Target, stage: StageName) -> tuple[tuple[Stage, ...], int]:
+        """The recorded candidates, and how many others there are."""
+        at = (problem, target, stage)
+        if at not in self._kept:
+            whole, recorded = self.whole.pool(*at), self.measurer.recorded_stages(problem, stage)
+            inside = tuple(item for item in whole if item in recorded)
+            self._kept[at] = inside, len(whole) - len(inside)
+        return self._kept[at]
 
 
 def restrict_to_recording(measurer: RecordingMeasurer, whole: SpaceSource | None = None) -> RecordedSpace:

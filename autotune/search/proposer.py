@@ -252,7 +252,10 @@ def _normal_cdf(z: Floats) -> Floats:
     """The normal distribution function, to a relative 2e-7 in both tails (a Chebyshev fit of erfc)."""
     x = np.abs(z) / math.sqrt(2.0)
     t = 1.0 / (1.0 + 0.5 * x)
-    tail = 0.5 * t * np.exp(-x * x + np.polynomial.polynomial.polyval(t, _ERFC))
+    series = np.full_like(t, _ERFC[-1])
+    for coefficient in _ERFC[-2::-1]:
+        series = series * t + coefficient
+    tail = 0.5 * t * np.exp(-x * x + series)
     return np.where(z > 0.0, 1.0 - tail, tail)
 
 

@@ -32,6 +32,7 @@ from fitune.search.plan import (
     SWEEP_POOL,
     Clock,
     LegalSpace,
+    RecordedSpace,
     SearchPlan,
     SpaceSource,
     key_distance,
@@ -71,7 +72,8 @@ def run_search(
     if space is None:
         space = LegalSpace()
     if isinstance(measurer, RecordingMeasurer):
-        space = restrict_to_recording(measurer, space)
+        if not isinstance(space, RecordedSpace):
+            space = restrict_to_recording(measurer, space)
         for problem in plan.problems:
             measurer.require(problem)
     environments = store.environments()
