@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,6 +36,29 @@ def luck(*parts: object) -> float:
 
 
 @dataclass(frozen=True)
+class Form:
+    """A landscape's own numbers: (optimum, drift with the tokens, weight) by feature, and pairs that interact."""
+
+    features: tuple[tuple[float, float, float], ...]
+    pairs: tuple[tuple[int, int, float, float], ...]
+
+
+@lru_cache(maxsize=256)
+def _form(seed: int, stage: StageName, count: int) -> Form:
+    features = []
+    for row in range(count):
+        middle = (6.0, 7.0, 6.0, 4.0, 2.5, 0.5)[row] if row < 6 else 0.5
+        best = middle + 1.5 * luck(seed, stage, "best", row)
+        weight = 0.06 * (1.0 + luck(seed, stage, "weight", row))
+        features.append((best, luck(seed, "shift", row), weight))
+    pulls = ((row, other, luck(seed, stage, "pair", row, other)) for row in range(count) for other in range(row))
+    pairs = [
+        (row, other, 0.05 * (pull - 0.6), 2.0 * luck(seed, row, other)) for row, other, pull in pulls if pull > 0.6
+    ]
+    return Form(tuple(features), tuple(pairs))
+
+
+@dataclass(frozen=True)
 class Landscape:
     """Times that know nothing of the cost model: quadratic in each feature, with pairwise interactions."""
 
@@ -46,15 +70,12 @@ class Landscape:
         """µs; NaN where the stage fails."""
         shift = math.log2(max(key.num_tokens, 1)) / 14.0
         values = stage_features(stage)
+        form = _form(self.seed, stage.stage, len(values))
         total = math.log(30.0 + 200.0 * key.local_experts / 16 + key.num_tokens / 20)
-        for row, value in enumerate(values):
-            best = 1.5 * luck(self.seed, stage.stage, "best", row) + shift * luck(self.seed, "shift", row)
-            middle = (6.0, 7.0, 6.0, 4.0, 2.5, 0.5)[row] if row < 6 else 0.5
-            total += 0.06 * (1.0 + luck(self.seed, stage.stage, "weight", row)) * (value - middle - best) ** 2
-            for other in range(row):
-                pull = luck(self.seed, stage.stage, "pair", row, other)
-                if pull > 0.6:
-                    total += 0.05 * (pull - 0.6) * abs(value - values[other] - 2.0 * luck(self.seed, row, other))
+        for value, (best, drift, weight) in zip(values, form.features, strict=True):
+            total += weight * (value - best - shift * drift) ** 2
+        for row, other, strength, centre in form.pairs:
+            total += strength * abs(values[row] - values[other] - centre)
         if luck(self.seed, "fail", stage.gemm.num_warps, stage.gemm.block_n, stage.tile_size) > 1.0 - 2 * self.failing:
             return math.nan
         return math.exp(total + self.roughness * luck(self.seed, stage, "own"))
@@ -108,12 +129,17 @@ class SyntheticMeasurer:
 
 def best_layer_us(measurer: SyntheticMeasurer, key: Problem) -> float:
     """The true optimum over all legal pairs."""
+    return _best_layer_us(measurer.landscape, key)
+
+
+@lru_cache(maxsize=256)
+def _best_layer_us(landscape: Landscape, key: Problem) -> float:
     sides: dict[StageName, dict[tuple[str, int], float]] = {}
     names: tuple[StageName, ...] = ("gemm1", "gemm2")
     for name in names:
         best: dict[tuple[str, int], float] = {}
         for stage in space.pool(key, TARGET, name):
-            time_us = measurer.landscape.time_us(stage, key)
+            time_us = landscape.time_us(stage, key)
             head = (stage.family, stage.tile_size)
             if not math.isnan(time_us):
                 best[head] = min(best.get(head, math.inf), time_us)
