@@ -2,7 +2,8 @@
 
     python scripts/kill_resume.py [--kills 20] [--ep 8] [--tokens 1:4096] [--trials 40] [--seed 0]
 
-Runs `fitune search` on a recording in a child process, sends it SIGKILL at a random moment, reads the store, starts
+Runs `fitune search` on a recording in a child process, sends it SIGKILL at a random moment (after a random
+number of bytes stored, and up to 50 ms more), reads the store, starts
 the same command again, and so on; then lets it finish. Checked: every record that was readable after a kill is still
 there at the end, the store shows no damage but torn tails, no stage of a key is measured twice, and the decisions are
 those of a search that nobody killed. Exit code 1 if anything of that fails.
@@ -30,7 +31,7 @@ PROGRAM = "import sys; from fitune.cli import main; sys.exit(main())"
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One kill: seconds after the start, and what the store held then."""
+    """One kill: seconds after the start, and what the store held then; `torn` counts tails torn so far."""
 
     after_s: float
     records: int
@@ -55,20 +56,24 @@ def records_of(store: Path) -> list[Record]:
         return []
 
 
-def kill_once(command: list[str], store: Path, wait_s: float) -> Kill | None:
-    """Start the search, kill it after `wait_s`, read the store. None where it had finished before."""
+def stored_bytes(store: Path) -> int:
+    return sum(path.stat().st_size for path in store.rglob("*.seg")) if store.exists() else 0
+
+
+def kill_once(command: list[str], store: Path, more_bytes: float, jitter_s: float) -> Kill | None:
+    """Start the search, kill it `jitter_s` after it has stored `more_bytes`, read the store. None where it finished."""
+    started, enough = time.monotonic(), stored_bytes(store) + more_bytes
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        child.wait(wait_s)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
-    else:
+    while child.poll() is None and stored_bytes(store) < enough:
+        time.sleep(0.002)
+    time.sleep(jitter_s)
+    if child.poll() is not None:
         return None
-    if not store.exists():
-        return Kill(wait_s, 0, 0, 0)
+    child.kill()
+    child.wait()
+    after_s = time.monotonic() - started
     torn = sum("torn" in finding.what for finding in open_store(store).check())
-    return Kill(wait_s, len(records_of(store)), len(open_store(store).decisions()), torn)
+    return Kill(after_s, len(records_of(store)), len(open_store(store).decisions()), torn)
 
 
 def main() -> int:
@@ -83,19 +88,13 @@ def main() -> int:
     chance = random.Random(given.seed)
     folder = Path(tempfile.mkdtemp(prefix="fitune-kill-"))
     whole, killed = folder / "whole", folder / "killed"
-    started = time.monotonic()
     subprocess.run(search_command(given, whole), check=True, capture_output=True)
-    usual_s = time.monotonic() - started
-    started = time.monotonic()
-    subprocess.run(search_command(given, whole), check=True, capture_output=True)
-    start_s = time.monotonic() - started  # nothing was left to do
+    share_bytes = stored_bytes(whole) / given.kills
     command = search_command(given, killed)
     seen: set[tuple[object, ...]] = set()
     kills: list[Kill] = []
-    # Moments from the middle of the start to well into the work: pools are made anew at each start.
-    longest_s = 3.0 * start_s + 2.0 * (usual_s - start_s) / given.kills
     while len(kills) < given.kills:
-        kill = kill_once(command, killed, chance.uniform(0.5 * start_s, longest_s))
+        kill = kill_once(command, killed, chance.uniform(0.0, 1.5 * share_bytes), chance.uniform(0.0, 0.05))
         if kill is None:
             print(f"the search was done after {len(kills)} kills: give more --tokens or --trials", file=sys.stderr)
             break
@@ -112,7 +111,7 @@ def main() -> int:
     reference = {key: decision.chosen for key, decision in open_store(whole).decisions().items()}
     chosen = {key: decision.chosen for key, decision in store.decisions().items()}
     differing = [key.num_tokens for key in reference if chosen.get(key) != reference[key]]
-    print(f"{len(kills)} kills, {max((kill.torn for kill in kills), default=0)} torn tails at a time")
+    print(f"{len(kills)} kills, {max((kill.torn for kill in kills), default=0)} torn tails")
     print(f"{len(final)} records at the end, {len(seen)} seen after kills, {len(lost)} of those lost")
     print(f"{len(counted)} stages measured, {len(repeated)} more than once; damage beside torn tails: {len(damage)}")
     print(f"{len(reference)} decisions, {len(differing)} other than without a kill {differing or ''}")
