@@ -38,6 +38,8 @@ def choose_measurer(
     """
     kind, _, file = text.partition(":")
     if kind == "recording":
+        if text.endswith(":"):
+            raise InputError(f"measurer {text!r} names no file; give recording:FILE, or recording for the shipped one")
         return Choice(_recording(Path(file) if file else None, problems), "")
     if text == "gpu":
         return Choice(_gpu(problems, seed, histograms, compile_workers), "")

@@ -25,6 +25,11 @@ def test_unknown_choices(text: str) -> None:
         choose_measurer(text, [])
 
 
+def test_a_recording_without_its_name() -> None:
+    with pytest.raises(InputError, match="names no file"):
+        choose_measurer("recording:", ())
+
+
 def test_gpu_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "why_no_gpu", lambda: "torch is not installed")
     with pytest.raises(
