@@ -89,8 +89,6 @@ class CostTerms:
     resident: int
     rounds: float
     busiest_units: float
-    flops_useful: float
-    flops_padded: float
     weight_bytes: float
     dram_weight_bytes: float
     activation_bytes: float
@@ -214,8 +212,6 @@ def _tile_terms(stage: Stage, problem: Problem, target: Target, chip: Chip, load
         resident=resident,
         rounds=float(rounds),
         busiest_units=float(busiest),
-        flops_useful=2.0 * load.rows * load.k * load.columns,
-        flops_padded=2.0 * load.tiles * stage.tile_size * load.k * blocks * gemm.block_n,
         weight_bytes=weight,
         dram_weight_bytes=dram_weight,
         activation_bytes=activation,
@@ -263,8 +259,6 @@ def _gemv_terms(stage: Stage, problem: Problem, target: Target, chip: Chip, load
         resident=resident,
         rounds=float(rounds),
         busiest_units=float(busiest),
-        flops_useful=2.0 * load.rows * load.k * load.columns,
-        flops_padded=2.0 * load.rows * load.k * load.columns,
         weight_bytes=weight,
         dram_weight_bytes=weight,
         activation_bytes=activation,

@@ -3,8 +3,7 @@
     FituneError                 exit code 2
     ├── InputError              a value that cannot be: says what, which value, what to do
     │   ├── ShapeError          an impossible layer or problem
-    │   ├── TacticSyntaxError   a tactic text that does not parse
-    │   └── IllegalTacticError  a tactic that cannot run on this problem or target
+    │   └── TacticSyntaxError   a tactic text that does not parse
     ├── StoreError              a store or recording that cannot be used
     │   ├── CorruptStoreError   broken or hostile bytes: names file, offset and field
     │   └── NewerStoreError     written by a newer fitune: names the version needed
@@ -34,10 +33,6 @@ class ShapeError(InputError):
 
 class TacticSyntaxError(InputError):
     """A tactic text that does not parse."""
-
-
-class IllegalTacticError(InputError):
-    """A well-formed tactic that cannot run on this problem or target."""
 
 
 class StoreError(FituneError):

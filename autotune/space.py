@@ -52,6 +52,12 @@ MAX_GEMV_ROWS: Final = 16
 SWAP_MAX_ROWS_PER_EXPERT: Final = 160
 
 
+LAUNCH_RULES: Final = frozenset({"family", "form", "shared memory", "tma"})
+"""Rules that say a stage cannot be launched, whatever it is worth."""
+RESOURCE_RULES: Final = LAUNCH_RULES - {"family"} | {"registers", "residency", "tensor core"}
+"""Rules about what the chip has; the others drop stages that could run, as not worth it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One member of the enumeration; `reason` is empty when it may be tried."""
@@ -62,7 +68,7 @@ class Candidate:
     @property
     def rule(self) -> str:
         """The rule that rejected it, without the detail."""
-        return self.reason.partition(":")[0]
+        return rule_of(self.reason)
 
 
 def candidates(problem: Problem, target: Target, stage: StageName) -> list[Candidate]:
@@ -93,10 +99,9 @@ def tactic_legality(tactic: Tactic, problem: Problem, target: Target) -> str:
     return ""
 
 
-def can_run(tactic: Tactic, shape: LayerShape, target: Target) -> bool:
-    """Whether the tactic runs on any load of the shape: chip and kernel allow it, padding aside."""
-    static_ok = not any(_static_reason(tactic.stage(name), shape, target) for name in STAGES)
-    return static_ok and tactic.family != "gemv"
+def rule_of(reason: str) -> str:
+    """The rule that a reason names, without the stage before it and the detail behind it."""
+    return reason.removeprefix("gemm1: ").removeprefix("gemm2: ").partition(":")[0]
 
 
 def _enumerate(stage: StageName) -> Iterator[Stage]:

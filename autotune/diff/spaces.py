@@ -10,9 +10,6 @@ from fitune.problem import Problem
 from fitune.tactic import TILE_SIZES, GemmTactic, Stage
 from fitune.target import Target
 
-RESOURCE_RULES: Final = frozenset({"shared memory", "registers", "residency", "tma", "tensor core", "form"})
-"""Rules of the legality function that say a stage cannot run; the others drop stages that could, as not worth it."""
-
 GEMM_AXES: Final = (
     "block_n",
     "block_k",
@@ -52,7 +49,7 @@ def refusal(stage: Stage, problem: Problem, target: Target) -> Refusal | None:
 
 def is_resource(reason: str) -> bool:
     """Whether a reason of the legality function is about what can run rather than what is worth trying."""
-    return reason.removeprefix("gemm1: ").removeprefix("gemm2: ").partition(":")[0] in RESOURCE_RULES
+    return space.rule_of(reason) in space.RESOURCE_RULES
 
 
 def value_on(stage: Stage, axis: str) -> Any:

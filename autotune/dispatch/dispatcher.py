@@ -23,15 +23,12 @@ from fitune.kernels.layer import LayerArgs
 from fitune.misses import Miss, power_of_two
 from fitune.problem import DEFAULT_ROUTING, DEFAULT_TOKENS, Dispatch, LayerKey, LayerShape, Problem, layer_key
 from fitune.routing import check_routing
-from fitune.space import default_tactic, legality
+from fitune.space import LAUNCH_RULES, default_tactic, legality, rule_of
 from fitune.tactic import STAGES
 from fitune.target import Target
 
 Policy = Literal["explain", "frozen"]
 POLICIES: Final[tuple[Policy, ...]] = ("explain", "frozen")
-
-# Rules of legality that a kernel cannot be launched against; the others say that a tactic is not worth searching.
-HARD_RULES: Final = ("family", "form", "shared memory", "tma")
 
 
 class Dispatcher:
@@ -302,7 +299,7 @@ class Dispatcher:
         problem = replace(self._problem, num_tokens=entry.bucket.point)
         for name in STAGES:
             reason = legality(entry.tactic.stage(name), problem, self._target)
-            if reason.partition(":")[0] in HARD_RULES:
+            if rule_of(reason) in LAUNCH_RULES:
                 self._unusable[index] = f"tactic: the table's {entry.tactic} cannot run here ({name}: {reason})"
                 return None
         return prepare(entry.tactic, entry, stale=entry.environment.kernels != self._runtime.kernels)

@@ -19,7 +19,6 @@ from fitune.tactic import Stage
 from fitune.target import Target
 
 COMPILE_LIMIT_S: Final = 60.0
-START_LIMIT_S: Final = 120.0
 MAX_WORKERS: Final = 12
 _NOW, _LATER = 0, 1
 

@@ -34,10 +34,6 @@ class Timer(Protocol):
         """Record the bodies, run one after another, as one region of len(bodies) calls."""
         ...
 
-    def once(self, body: Body) -> float:
-        """Run one body now, wait for it, and return its time in µs with launch gaps in it."""
-        ...
-
     def samples(self, regions: Sequence[Region]) -> list[float]:
         """Replay the regions back to back, the last one also before the first, and return each one's µs per call."""
         ...
@@ -92,14 +88,6 @@ class GraphTimer:
         graph.capture_end()
         return GraphRegion(graph, len(bodies))
 
-    def once(self, body: Body) -> float:
-        start, end = self._take_events(2)
-        start.record(self.stream)
-        body()
-        end.record(self.stream)
-        self.wait()
-        return float(start.elapsed_time(end)) * 1000.0
-
     def samples(self, regions: Sequence[Region]) -> list[float]:
         events = self._take_events(len(regions) + 1)
         regions[-1].replay()
@@ -151,11 +139,6 @@ class HostTimer:
 
     def record(self, bodies: Sequence[Body]) -> HostRegion:
         return HostRegion(bodies)
-
-    def once(self, body: Body) -> float:
-        start_s = time.perf_counter()
-        body()
-        return (time.perf_counter() - start_s) * 1e6
 
     def samples(self, regions: Sequence[Region]) -> list[float]:
         result = []

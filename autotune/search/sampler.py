@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -111,8 +112,9 @@ class PoolBase(BaseSampler):
             finished[trial.number] = index
         return index
 
+    @abstractmethod
     def _choose(self, study: optuna.Study, trial: FrozenTrial, free: NDArray[np.int64]) -> int:
-        raise NotImplementedError
+        """The member to propose, one of `free`."""
 
 
 class RandomPoolSampler(PoolBase):
