@@ -24,16 +24,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fitune.footprint import (
-    accumulator_registers,
     column_blocks,
     gemm_size,
     k_steps,
     programs_launched,
     programs_resident,
-    rows_per_dot,
     step_bytes,
 )
-from fitune.problem import Problem
+from fitune.problem import LayerShape, Problem
 from fitune.tactic import Stage, num_tiles
 from fitune.target import Target
 
@@ -42,13 +40,17 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """Rates of one chip: DRAM and per-SM L2 bytes a µs, bf16 tensor flops a µs, µs of a launch and of one load."""
+    """Rates of one chip: DRAM and per-SM L2 bytes a µs, bf16 tensor flops a µs, µs of a launch and of one load.
+
+    `scaled_sums_per_us`: elements of partial products that one SM scales and adds, for block scales.
+    """
 
     dram_bytes_per_us: float
     port_bytes_per_us: float
     tensor_flops_per_us: float
     launch_us: float = 1.5
     load_us: float = 0.9
+    scaled_sums_per_us: float = 100e3
 
 
 CHIPS: Final[dict[str, Chip]] = {
@@ -188,12 +190,14 @@ def _tile_terms(stage: Stage, problem: Problem, target: Target, chip: Chip, load
 
     weight = load.active * load.k * load.columns * item
     dram_weight = weight * _rereads(load, gemm.group_m, item, target)
-    activation = load.rows * (load.k + _columns_out(stage, load)) * item
+    activation = load.rows * (load.k * item + _columns_out(stage, load) * _bytes_out(stage, shape))
     in_flight = per_sm * (gemm.num_stages - 1) * gemm.block_n * gemm.block_k * item
     needed = chip.dram_bytes_per_us * 0.75 * chip.load_us / sms
     starved = _smooth_max(1.0, needed / max(in_flight, 1.0))
     memory_us = (dram_weight + activation) / chip.dram_bytes_per_us * starved
     tensor_us = busiest * steps * step_flops / (chip.tensor_flops_per_us / sms * rate)
+    if shape.scales == "block":  # partial products are scaled and added while other programs multiply
+        tensor_us += busiest * steps * stage.tile_size * gemm.block_n / (chip.scaled_sums_per_us * per_sm)
     traffic_us = busiest * steps * loaded_bytes / chip.port_bytes_per_us
     latency_us = rounds * (steps * chip.load_us / max(gemm.num_stages - 1, 0.7) + tile_us)
     fixed_us = (busiest * tile_us / per_sm if units else 0.0) + (TILE_FIXED_US if flat else 0.0)
@@ -239,7 +243,7 @@ def _gemv_terms(stage: Stage, problem: Problem, target: Target, chip: Chip, load
     units = load.tiles * column_blocks(stage, shape)
     weight = load.active * load.k * load.columns * item
     swept = load.rows * load.k * load.columns * item
-    activation = load.rows * (load.k + _columns_out(stage, load)) * item
+    activation = load.rows * (load.k + _columns_out(stage, load)) * shape.io_bytes
     in_flight = per_sm * gemm.block_n * min(gemm.block_k, load.k) * item
     starved = _smooth_max(1.0, chip.dram_bytes_per_us * 0.75 * chip.load_us / sms / in_flight)
     memory_us = (weight + activation) / chip.dram_bytes_per_us * starved
@@ -288,25 +292,36 @@ def _columns_out(stage: Stage, load: _Load) -> float:
     return load.columns / 2.0 if stage.activation == "fused" else float(load.columns)
 
 
+def _bytes_out(stage: Stage, shape: LayerShape) -> int:
+    """Bytes of one element that the GEMM stores: quantised already, or as it passes between kernels."""
+    quantised = shape.scales and stage.activation == "fused" and stage.quantize == "fused"
+    return shape.item_bytes if quantised else shape.io_bytes
+
+
 def _extras(stage: Stage, problem: Problem, load: _Load, chip: Chip) -> tuple[float, int]:
     """µs and number of the small kernels of a stage, each at some three quarters of the DRAM rate."""
     shape, moved, launches = problem.shape, 0.0, 0
-    row_bytes = shape.hidden_size * shape.item_bytes
+    row, io = float(shape.hidden_size), shape.io_bytes
+    rewritten = io + (shape.item_bytes if shape.scales else io)  # read, and written quantised or not
     if stage.gather == "permute":
-        moved, launches = moved + 2.0 * load.rows * row_bytes, launches + 1
-    if stage.activation == "separate":
-        moved, launches = moved + 3.0 * load.rows * shape.intermediate_size * shape.item_bytes, launches + 1
+        moved, launches = moved + load.rows * row * rewritten, launches + 1
+    elif stage.gather == "fused" and shape.scales and not (stage.family == "gemv" and shape.scales == "block"):
+        moved, launches = moved + problem.num_tokens * row * rewritten, launches + 1
+    if stage.activation == "separate" or stage.quantize == "separate":
+        halves = 2 if stage.activation == "separate" else 1
+        moved += load.rows * shape.intermediate_size * (halves * io + rewritten - io)
+        launches += 1
     if stage.finalize == "reduce":
-        moved, launches = moved + load.rows * row_bytes + problem.num_tokens * row_bytes, launches + 1
+        moved, launches = moved + (load.rows + problem.num_tokens) * row * io, launches + 1
     if stage.finalize == "fused":  # float32 atomics, zeroed before and cast after
-        moved, launches = moved + 16.0 * load.rows * row_bytes + 4.0 * problem.num_tokens * row_bytes, launches + 2
+        moved, launches = moved + (16.0 * load.rows + 4.0 * problem.num_tokens) * row * io, launches + 2
     return moved / (0.75 * chip.dram_bytes_per_us), launches
 
 
 def _tensor_rate(stage: Stage, target: Target, item: int) -> float:
     """Share of the bf16 peak that a tile shape reaches when it never waits for loads."""
     gemm = stage.gemm
-    rows, columns = (rows_per_dot(stage), stage.tile_size) if gemm.swap_ab else (stage.tile_size, gemm.block_n)
+    rows, columns = (gemm.block_n, stage.tile_size) if gemm.swap_ab else (stage.tile_size, gemm.block_n)
     if target.has_wgmma and rows >= 64 and gemm.num_warps % 4 == 0:
         groups = gemm.num_warps // 4
         side_by_side = max(1, groups // max(1, rows // 64))
@@ -316,15 +331,11 @@ def _tensor_rate(stage: Stage, target: Target, item: int) -> float:
         width = min(rows, columns) * 2.0 if min(rows, columns) < 32 else float(columns)
         rate = (0.5 if target.has_wgmma else 0.95) * width / (width + 40.0)
     rate *= 0.85 if gemm.swap_ab else 1.0
-    if accumulator_registers(stage) > 200:
-        rate *= 0.35
-    if gemm.flatten and stage.activation == "fused" and not gemm.swap_ab:
-        rate *= 0.5
     if gemm.loads == "pointer" or stage.gather == "fused":
         rate *= 0.8
     if gemm.block_k < 64:
         rate *= 0.7
-    return min(1.0, rate) * (0.5 if item == 4 else 1.0)
+    return min(1.0, rate) * {1: 2.0, 4: 0.5}.get(item, 1.0)
 
 
 def _rereads(load: _Load, group_m: int, item: int, target: Target) -> float:

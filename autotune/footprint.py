@@ -32,8 +32,8 @@ def gemm_size(stage: Stage, shape: LayerShape) -> tuple[int, int]:
     return shape.hidden_size, shape.intermediate_size
 
 
-def rows_per_dot(stage: Stage) -> int:
-    """Weight rows of one tensor-core operand: gate and up are two when SwiGLU is fused."""
+def result_columns(stage: Stage) -> int:
+    """Columns that one tile stores: half its weight rows where SwiGLU is fused."""
     return stage.gemm.block_n // 2 if stage.activation == "fused" else stage.gemm.block_n
 
 
@@ -66,22 +66,25 @@ def shared_memory_bytes(stage: Stage, shape: LayerShape, target: Target) -> int:
     pipeline = gemm.num_stages * step_bytes(stage, shape)
     if gemm.flatten and target.has_wgmma:
         return pipeline + FLAT_SCRATCH_BYTES_PER_THREAD * target.warp_size * gemm.num_warps
-    return max(pipeline, stage.tile_size * rows_per_dot(stage) * shape.item_bytes)
+    return max(pipeline, stage.tile_size * result_columns(stage) * shape.item_bytes)
 
 
-def accumulator_registers(stage: Stage) -> int:
-    """float32 registers per thread that hold the accumulators."""
+def accumulator_registers(stage: Stage, shape: LayerShape) -> int:
+    """Registers per thread that hold the accumulators, and the partial products that are scaled into them.
+
+    For gemv those that hold the weights in flight: its accumulators are few.
+    """
     gemm = stage.gemm
     threads = gemm.num_warps * 32
     if stage.family == "gemv":
-        return gemm.block_n * gemm.block_k // threads
-    return stage.tile_size * gemm.block_n // threads
+        return gemm.block_n * gemm.block_k * shape.item_bytes * gemm.num_stages // (4 * threads)
+    return stage.tile_size * gemm.block_n // threads * (2 if shape.scales == "block" else 1)
 
 
 def programs_per_sm(stage: Stage, shape: LayerShape, target: Target) -> int:
     """Programs of the stage that one SM can hold at once: an estimate from shared memory, registers and threads."""
     threads = stage.gemm.num_warps * target.warp_size
-    registers = min(MAX_REGISTERS_PER_THREAD, accumulator_registers(stage) + REGISTERS_BESIDE_ACCUMULATOR)
+    registers = min(MAX_REGISTERS_PER_THREAD, accumulator_registers(stage, shape) + REGISTERS_BESIDE_ACCUMULATOR)
     by_registers = target.registers_per_sm // (threads * registers)
     by_shared = target.shared_bytes // (shared_memory_bytes(stage, shape, target) + RESERVED_SHARED_BYTES)
     return max(1, min(by_registers, by_shared, MAX_THREADS_PER_SM // threads, MAX_PROGRAMS_PER_SM))

@@ -8,14 +8,26 @@ from typing import Final, Literal
 
 from fitune.errors import ShapeError
 
-DType = Literal["bf16", "fp16", "fp32"]
+DType = Literal["bf16", "fp16", "fp32", "fp8_block128", "fp8_channel", "fp8_tensor"]
+"""Operands of the GEMMs. The three fp8 schemes are e4m3 with float32 scales; x and the result are bf16 there.
+
+`fp8_block128`: weights in blocks of 128x128, activations in groups of 128 columns of a row. `fp8_channel`: one scale
+for each weight row and each activation row. `fp8_tensor`: one for each weight row block of an expert (gate, up, down) and
+one given for all activations. Activation scales are taken from the rows at run time, but for `fp8_tensor`.
+"""
+Scales = Literal["", "block", "channel", "tensor"]
 Activation = Literal["swiglu"]
 Dispatch = Literal["all_gather", "all_to_all"]
 
-DTYPES: Final[tuple[DType, ...]] = ("bf16", "fp16", "fp32")
+DTYPES: Final[tuple[DType, ...]] = ("bf16", "fp16", "fp32", "fp8_block128", "fp8_channel", "fp8_tensor")
 ACTIVATIONS: Final[tuple[Activation, ...]] = ("swiglu",)
 DISPATCHES: Final[tuple[Dispatch, ...]] = ("all_gather", "all_to_all")
-ITEM_BYTES: Final[dict[str, int]] = {"bf16": 2, "fp16": 2, "fp32": 4}
+ITEM_BYTES: Final[dict[str, int]] = {
+    "bf16": 2, "fp16": 2, "fp32": 4, "fp8_block128": 1, "fp8_channel": 1, "fp8_tensor": 1,
+}  # fmt: skip
+SCALES: Final[dict[str, Scales]] = {"fp8_block128": "block", "fp8_channel": "channel", "fp8_tensor": "tensor"}
+SCALE_GROUP: Final = 128
+"""Columns of a row that share a scale under `fp8_block128`, and the side of a block of weights that does."""
 DEFAULT_TOKENS: Final[tuple[int, ...]] = tuple(2**i for i in range(15))
 DEFAULT_ROUTING: Final = "random"
 
@@ -64,8 +76,18 @@ class LayerShape:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one weight or activation element."""
+        """Bytes of one element of a GEMM's operands."""
         return ITEM_BYTES[self.dtype]
+
+    @property
+    def io_bytes(self) -> int:
+        """Bytes of one element of x, of the result, and of what passes between kernels unquantised."""
+        return max(2, self.item_bytes)
+
+    @property
+    def scales(self) -> Scales:
+        """How operands are scaled; empty where they are not quantised."""
+        return SCALES.get(self.dtype, "")
 
     @property
     def expert_bytes(self) -> int:

@@ -18,11 +18,22 @@ from fitune.footprint import (
     accumulator_registers,
     gemm_size,
     programs_per_sm,
-    rows_per_dot,
+    result_columns,
     shared_memory_bytes,
 )
-from fitune.problem import LayerShape, Problem
-from fitune.tactic import STAGES, TILE_SIZES, GemmTactic, Loads, Schedule, Stage, StageName, Tactic, num_tiles
+from fitune.problem import SCALE_GROUP, LayerShape, Problem
+from fitune.tactic import (
+    STAGES,
+    TILE_SIZES,
+    GemmTactic,
+    Loads,
+    Quantize,
+    Schedule,
+    Stage,
+    StageName,
+    Tactic,
+    num_tiles,
+)
 from fitune.target import Target
 
 FAMILIES: Final[tuple[str, ...]] = ("tile", "gemv")
@@ -45,6 +56,7 @@ LOADS: Final[tuple[Loads, ...]] = ("pointer", "tma")
 GEMV_ROWS: Final = (2, 4, 8)
 GEMV_BLOCK_K: Final = (512, 1024, 2048)
 GEMV_WARPS: Final = (2, 4)
+GEMV_STAGES: Final = (1, 2)
 GEMV_LOOPS: Final[tuple[tuple[Schedule, int, bool], ...]] = (("grid", 1, False), ("persistent", 16, False))
 
 MAX_GEMV_SLOTS: Final = 64
@@ -52,7 +64,7 @@ MAX_GEMV_ROWS: Final = 16
 SWAP_MAX_ROWS_PER_EXPERT: Final = 160
 
 
-LAUNCH_RULES: Final = frozenset({"family", "form", "shared memory", "tma"})
+LAUNCH_RULES: Final = frozenset({"family", "form", "dtype", "scales", "pdl", "shared memory", "tma"})
 """Rules that say a stage cannot be launched, whatever it is worth."""
 RESOURCE_RULES: Final = LAUNCH_RULES - {"family"} | {"registers", "residency", "tensor core"}
 """Rules about what the chip has; the others drop stages that could run, as not worth it."""
@@ -104,7 +116,7 @@ def rule_of(reason: str) -> str:
     return reason.removeprefix("gemm1: ").removeprefix("gemm2: ").partition(":")[0]
 
 
-def _enumerate(stage: StageName) -> Iterator[Stage]:
+def _enumerate(stage: StageName, quantized: bool) -> Iterator[Stage]:
     places: list[dict[str, Literal["fused", "permute", "separate", "reduce"]]]
     if stage == "gemm1":
         places = [
@@ -113,6 +125,8 @@ def _enumerate(stage: StageName) -> Iterator[Stage]:
             {"gather": "permute", "activation": "fused"},
             {"gather": "permute", "activation": "separate"},
         ]
+        if quantized:
+            places += [place | {"quantize": "separate"} for place in places if place["activation"] == "fused"]
     else:
         places = [{"finalize": "reduce"}, {"finalize": "fused"}]
     axes = product(TILE_SIZES, (False, True), BLOCK_N, BLOCK_K, NUM_WARPS, NUM_STAGES, LOOPS, LOADS, GROUP_M)
@@ -120,10 +134,12 @@ def _enumerate(stage: StageName) -> Iterator[Stage]:
         gemm = GemmTactic(block_n, block_k, group_m, warps, stages, schedule, programs, flatten, loads, swap)
         for place in places:
             yield Stage(stage, "tile", tile, gemm, **place)  # type: ignore[arg-type]
-    streams = product(gemv_block_n(stage), GEMV_BLOCK_K, GEMV_WARPS, GEMV_LOOPS)
-    for block_n, block_k, warps, (schedule, programs, flatten) in streams:
-        gemm = GemmTactic(block_n, block_k, 1, warps, 1, schedule, programs, flatten)
-        yield Stage(stage, "gemv", 1, gemm, **places[0])  # type: ignore[arg-type]
+    streams = product(gemv_block_n(stage), GEMV_BLOCK_K, GEMV_WARPS, GEMV_STAGES, GEMV_LOOPS, (False, True))
+    for block_n, block_k, warps, stages, (schedule, programs, flatten), pdl in streams:
+        gemm = GemmTactic(block_n, block_k, 1, warps, stages, schedule, programs, flatten, pdl=pdl)
+        for place in places:
+            if place.get("gather", "fused") == "fused" and place.get("activation", "fused") == "fused":
+                yield Stage(stage, "gemv", 1, gemm, **place)  # type: ignore[arg-type]
 
 
 def gemv_block_n(stage: StageName) -> tuple[int, ...]:
@@ -133,27 +149,37 @@ def gemv_block_n(stage: StageName) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def _static_candidates(shape: LayerShape, target: Target, stage: StageName) -> tuple[Candidate, ...]:
-    return tuple(Candidate(item, _static_reason(item, shape, target)) for item in _enumerate(stage))
+    members = _enumerate(stage, bool(shape.scales))
+    return tuple(Candidate(item, _static_reason(item, shape, target)) for item in members)
 
 
 @lru_cache(maxsize=16)
-def _compilable(target: Target, stage: StageName) -> tuple[Stage, ...]:
+def _compilable(target: Target, stage: StageName, quantized: bool) -> tuple[Stage, ...]:
     """The enumeration without what no shape can make legal on the target: most of it, dropped once for all shapes."""
-    return tuple(item for item in _enumerate(stage) if item.family != "tile" or not _code_reason(item, target))
+    members = _enumerate(stage, quantized)
+    return tuple(item for item in members if item.family != "tile" or not _code_reason(item, target))
 
 
 @lru_cache(maxsize=64)
 def _static_pool(shape: LayerShape, target: Target, stage: StageName) -> tuple[Stage, ...]:
-    return tuple(item for item in _compilable(target, stage) if not _static_reason(item, shape, target))
+    members = _compilable(target, stage, bool(shape.scales))
+    return tuple(item for item in members if not _static_reason(item, shape, target))
 
 
 def _static_reason(stage: Stage, shape: LayerShape, target: Target) -> str:
     """Reasons that do not depend on the load."""
-    if stage.family == "gemv":
-        return _gemv_reason(stage, shape)
-    if stage.family != "tile":
+    if stage.family not in FAMILIES:
         return f"family: {stage.family!r} is not known"
-    return _form_reason(stage) or _chip_reason(stage, shape, target) or _code_reason(stage, target)
+    if shape.scales and not target.has_fp8:
+        return f"dtype: {target.arch} does not multiply fp8"
+    if stage.family == "gemv":
+        return _gemv_reason(stage, shape, target)
+    return (
+        _form_reason(stage)
+        or _quantize_reason(stage, shape)
+        or _chip_reason(stage, shape, target)
+        or _code_reason(stage, target)
+    )
 
 
 def _code_reason(stage: Stage, target: Target) -> str:
@@ -170,6 +196,23 @@ def _form_reason(stage: Stage) -> str:
         return "form: group_m, stages and programs must be 1 or more"
     if gemm.flatten and gemm.schedule != "persistent":
         return "form: only a persistent loop can be flattened"
+    if gemm.pdl:
+        return "form: only gemv kernels start before their forerunner ends; others gain nothing by it"
+    return ""
+
+
+def _quantize_reason(stage: Stage, shape: LayerShape) -> str:
+    """Reasons that lie in the scales of a quantised layer, or in there being none."""
+    if stage.quantize == "separate" and (stage.activation != "fused" or not shape.scales):
+        return "quantize: there is nothing left for a kernel of its own to quantise"
+    if shape.scales == "block" and stage.gemm.block_k > SCALE_GROUP:
+        return f"scales: block_k {stage.gemm.block_k} spans several groups of {SCALE_GROUP} columns"
+    if stage.activation != "fused" or stage.quantize == "separate":
+        return ""
+    if shape.scales == "block" and result_columns(stage) != SCALE_GROUP:
+        return f"scales: the epilogue sees {result_columns(stage)} columns, a scale belongs to {SCALE_GROUP}"
+    if shape.scales == "channel":
+        return "scales: the epilogue sees a part of a row, a scale belongs to all of it"
     return ""
 
 
@@ -179,7 +222,7 @@ def _chip_reason(stage: Stage, shape: LayerShape, target: Target) -> str:
     shared = shared_memory_bytes(stage, shape, target)
     if shared > target.shared_bytes - RESERVED_SHARED_BYTES:
         return f"shared memory: needs {shared:,} B of {target.shared_bytes:,} B"
-    registers = accumulator_registers(stage)
+    registers = accumulator_registers(stage, shape)
     if registers > 128:
         return f"registers: {registers} accumulators per thread leave no room"
     if gemm.schedule == "persistent" and gemm.programs_per_sm > programs_per_sm(stage, shape, target):
@@ -189,19 +232,18 @@ def _chip_reason(stage: Stage, shape: LayerShape, target: Target) -> str:
             return f"tma: {target.arch} has no tensor memory accelerator"
         if k * shape.item_bytes % 16:
             return f"tma: rows of {k} elements are not a multiple of 16 bytes"
-        if rows_per_dot(stage) > 256 or stage.tile_size > 256:
+        if gemm.block_n > 256 or stage.tile_size > 256:
             return "tma: a box side is larger than 256"
     return ""
 
 
 def _tensor_core_reason(stage: Stage, target: Target) -> str:
     gemm = stage.gemm
-    rows = rows_per_dot(stage)
-    if rows < 16:
+    if gemm.block_n < 16:
         return "tensor core: fewer than 16 weight rows in one operand"
     if not target.has_wgmma:
         return "swap: only pays where the M side is coarse (wgmma)" if gemm.swap_ab else ""
-    m_side = rows if gemm.swap_ab else stage.tile_size
+    m_side = gemm.block_n if gemm.swap_ab else stage.tile_size
     if m_side < 64:
         return f"tensor core: {m_side} rows on the M side, wgmma takes 64; the other operand order has them"
     if m_side < 16 * gemm.num_warps:
@@ -212,11 +254,8 @@ def _tensor_core_reason(stage: Stage, target: Target) -> str:
 def _kernel_reason(stage: Stage, target: Target) -> str:
     """Combinations the kernels cannot compile well, or that another candidate contains."""
     gemm = stage.gemm
-    if gemm.flatten and target.has_wgmma:
-        if stage.activation == "fused":
-            return "flatten: two accumulators in a flattened loop make ptxas serialise wgmma"
-        if gemm.swap_ab:
-            return "flatten: swapped tiles are too short to gain by it"
+    if gemm.flatten and target.has_wgmma and gemm.swap_ab:
+        return "flatten: swapped tiles are too short to gain by it, and ptxas serialises their wgmma"
     if stage.gather == "permute" and gemm.loads != "tma":
         return "permute: the copy only pays when TMA reads it"
     if stage.activation == "separate" and gemm.swap_ab:
@@ -236,7 +275,7 @@ def _kernel_reason(stage: Stage, target: Target) -> str:
     return ""
 
 
-def _gemv_reason(stage: Stage, shape: LayerShape) -> str:
+def _gemv_reason(stage: Stage, shape: LayerShape, target: Target) -> str:
     gemm = stage.gemm
     _, k = gemm_size(stage, shape)
     if stage.tile_size != 1:
@@ -245,11 +284,18 @@ def _gemv_reason(stage: Stage, shape: LayerShape) -> str:
         return "form: gemv gathers and activates in the kernel and reduces after it"
     if gemm.loads != "pointer" or gemm.swap_ab or gemm.flatten:
         return "form: gemv streams by pointers"
+    if gemm.pdl and not target.has_pdl:
+        return f"pdl: {target.arch} has no programmatic dependent launch"
+    by_kernel = shape.scales in ("channel", "tensor") and stage.stage == "gemm1"
+    if (stage.quantize == "separate") != by_kernel:
+        return f"quantize: gemv quantises hidden rows {'in a kernel of its own' if by_kernel else 'as it reads them'}"
     if gemm.block_k >= 2 * k:
         return f"block_k: {gemm.block_k} is at least twice the reduction length {k}"
-    registers = accumulator_registers(stage)
+    if gemm.num_stages > 1 and gemm.block_k >= k:
+        return "stages: there is one step only, nothing to load ahead"
+    registers = accumulator_registers(stage, shape)
     if registers > 128:
-        return f"registers: {registers} accumulators per thread leave no room"
+        return f"registers: {registers} per thread for the weights in flight leave no room"
     return ""
 
 
@@ -291,18 +337,22 @@ def _power_at_least(value: float) -> int:
 
 def default_tactic(problem: Problem, target: Target) -> Tactic:
     """The untuned choice: legal for every shape, load and target, by rows per expert alone."""
+    shape = problem.shape
     rows = rows_of_active_expert(problem)
     tile = min(128, max(16, _power_at_least(rows)))
     stages = 3 if target.is_cuda else 2
-    if problem.shape.item_bytes > 2 or target.shared_bytes < 100_000:
+    if shape.item_bytes > 2 or target.shared_bytes < 100_000:
         stages = 2
+    quantize: Quantize = "separate" if shape.scales else "fused"
     if target.has_wgmma:
         stages = max(stages, 3)
+        block_k = 128 if shape.scales else 64
         if tile <= 64:
-            first = GemmTactic(128, 64, 8, 4, stages, swap_ab=True)
-            second = GemmTactic(64, 64, 8, 4, stages, swap_ab=True)
-            return Tactic("tile", tile, first, second)
-        return Tactic("tile", tile, GemmTactic(128, 64, 8, 8, stages), GemmTactic(128, 64, 8, 8, stages))
-    block_n = 64 if problem.shape.item_bytes > 2 and target.shared_bytes < 100_000 else 128
+            first = GemmTactic(128, block_k, 8, 4, stages, swap_ab=True)
+            second = GemmTactic(64, block_k, 8, 4, stages, swap_ab=True)
+            return Tactic("tile", tile, first, second, quantize=quantize)
+        gemm = GemmTactic(128, block_k, 8, 8, stages)
+        return Tactic("tile", tile, gemm, gemm, quantize=quantize)
+    block_n = 64 if shape.item_bytes > 2 and target.shared_bytes < 100_000 else 128
     gemm = GemmTactic(block_n, 64 if stages > 2 else 32, 8, 4 if tile < 128 else 8, stages)
-    return Tactic("tile", tile, gemm, gemm)
+    return Tactic("tile", tile, gemm, gemm, quantize=quantize)

@@ -4,8 +4,9 @@
 
 `t64` is the tile_size. `256x64` is block_n x block_k, `g8` group_m, `w4` warps, `s5` pipeline stages, then the
 schedule: `grid`, or `p1` for a persistent loop with one program per SM (`p1f`: flattened into one loop). `tma` or
-`ptr` says how operands are loaded and a trailing `swap` that weights take the M side of the tensor core. A text
-with `g1:` or `g2:` alone is one stage of a tactic. A family other than `tile` is named first: `gemv t1 ...`.
+`ptr` says how operands are loaded and a trailing `swap` that weights take the M side of the tensor core; `pdl`
+launches the kernel before its forerunner has ended, `tail4` cuts the tiles of a thin last round in four. fp8 layers add `quant:separate` where a kernel of its own quantises
+the hidden rows. A text with `g1:` or `g2:` alone is one stage of a tactic. A family other than `tile` is named first: `gemv t1 ...`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ Loads = Literal["pointer", "tma"]
 Gather = Literal["fused", "permute"]
 ActivationPlace = Literal["fused", "separate"]
 Finalize = Literal["fused", "reduce"]
+Quantize = Literal["fused", "separate"]
 
 STAGES: Final[tuple[StageName, ...]] = ("gemm1", "gemm2")
 TILE_SIZES: Final[tuple[int, ...]] = (16, 32, 64, 128, 256)
@@ -34,7 +36,9 @@ class GemmTactic:
 
     `block_n` counts output columns of the GEMM, gate and up columns together in gemm1. `group_m` is how many tiles
     of one expert are walked before the next block of columns. `programs_per_sm` and `flatten` belong to the
-    persistent loop; under `grid` they stay at 1 and False.
+    persistent loop; under `grid` they stay at 1 and False. `pdl` is programmatic dependent launch: the kernel starts
+    while the one before it ends, and waits inside for its results. `tail` is into how many blocks of columns a
+    persistent loop cuts the tiles of its last round where that round would leave most programs idle.
     """
 
     block_n: int
@@ -47,13 +51,16 @@ class GemmTactic:
     flatten: bool = False
     loads: Loads = "pointer"
     swap_ab: bool = False
+    pdl: bool = False
+    tail: int = 1
 
     def __str__(self) -> str:
         loop = "grid" if self.schedule == "grid" else f"p{self.programs_per_sm}{'f' if self.flatten else ''}"
         loads = "tma" if self.loads == "tma" else "ptr"
-        swap = "/swap" if self.swap_ab else ""
+        tail = ("/swap" if self.swap_ab else "") + ("/pdl" if self.pdl else "")
+        tail += f"/tail{self.tail}" if self.tail > 1 else ""
         return (
-            f"{self.block_n}x{self.block_k}/g{self.group_m}/w{self.num_warps}/s{self.num_stages}/{loop}/{loads}{swap}"
+            f"{self.block_n}x{self.block_k}/g{self.group_m}/w{self.num_warps}/s{self.num_stages}/{loop}/{loads}{tail}"
         )
 
 
@@ -61,7 +68,8 @@ class GemmTactic:
 class Stage:
     """One GEMM's half of a tactic with the choices that belong to it: what is searched, compiled and timed alone.
 
-    `gather` and `activation` are set for gemm1 and None for gemm2; `finalize` the other way round.
+    `gather` and `activation` are set for gemm1 and None for gemm2; `finalize` the other way round. `quantize` says
+    where gemm1 of an fp8 layer quantises its result for gemm2; elsewhere it stays at `fused`.
     """
 
     stage: StageName
@@ -71,6 +79,7 @@ class Stage:
     gather: Gather | None = None
     activation: ActivationPlace | None = None
     finalize: Finalize | None = None
+    quantize: Quantize = "fused"
 
     def __post_init__(self) -> None:
         if self.stage == "gemm1":
@@ -80,7 +89,7 @@ class Stage:
 
     def __str__(self) -> str:
         if self.stage == "gemm1":
-            return f"{_head(self)} gather:{self.gather} act:{self.activation} g1:{self.gemm}"
+            return f"{_head(self)} gather:{self.gather} act:{self.activation}{_quantize(self)} g1:{self.gemm}"
         return f"{_head(self)} g2:{self.gemm} fin:{self.finalize}"
 
 
@@ -95,6 +104,7 @@ class Tactic:
     gather: Gather = "fused"
     activation: ActivationPlace = "fused"
     finalize: Finalize = "reduce"
+    quantize: Quantize = "fused"
 
     @classmethod
     def of(cls, first: Stage, second: Stage) -> Tactic:
@@ -103,18 +113,27 @@ class Tactic:
         assert (first.family, first.tile_size) == (second.family, second.tile_size)
         assert first.gather and first.activation and second.finalize
         return cls(
-            first.family, first.tile_size, first.gemm, second.gemm, first.gather, first.activation, second.finalize
+            first.family,
+            first.tile_size,
+            first.gemm,
+            second.gemm,
+            first.gather,
+            first.activation,
+            second.finalize,
+            first.quantize,
         )
 
     def stage(self, name: StageName) -> Stage:
         """One half of the tactic."""
         if name == "gemm1":
-            return Stage("gemm1", self.family, self.tile_size, self.gemm1, self.gather, self.activation)
+            return Stage(
+                "gemm1", self.family, self.tile_size, self.gemm1, self.gather, self.activation, quantize=self.quantize
+            )
         return Stage("gemm2", self.family, self.tile_size, self.gemm2, finalize=self.finalize)
 
     def __str__(self) -> str:
         return (
-            f"{_head(self)} gather:{self.gather} act:{self.activation} "
+            f"{_head(self)} gather:{self.gather} act:{self.activation}{_quantize(self)} "
             f"g1:{self.gemm1} g2:{self.gemm2} fin:{self.finalize}"
         )
 
@@ -123,13 +142,19 @@ def _head(tactic: Tactic | Stage) -> str:
     return f"t{tactic.tile_size}" if tactic.family == "tile" else f"{tactic.family} t{tactic.tile_size}"
 
 
+def _quantize(tactic: Tactic | Stage) -> str:
+    return "" if tactic.quantize == "fused" else f" quant:{tactic.quantize}"
+
+
 _GEMM: Final = re.compile(
-    r"(?P<n>\d+)x(?P<k>\d+)/g(?P<g>\d+)/w(?P<w>\d+)/s(?P<s>\d+)/(?:grid|p(?P<p>\d+)(?P<f>f?))/(?P<l>tma|ptr)(?P<swap>/swap)?"
+    r"(?P<n>\d+)x(?P<k>\d+)/g(?P<g>\d+)/w(?P<w>\d+)/s(?P<s>\d+)/(?:grid|p(?P<p>\d+)(?P<f>f?))/(?P<l>tma|ptr)"
+    r"(?P<swap>/swap)?(?P<pdl>/pdl)?(?:/tail(?P<tail>[2-9]))?"
 )
 _CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "gather": ("fused", "permute"),
     "act": ("fused", "separate"),
     "fin": ("fused", "reduce"),
+    "quant": ("separate",),
 }
 
 
@@ -151,6 +176,8 @@ def _parse_gemm(text: str, whole: str) -> GemmTactic:
         flatten=match["f"] == "f",
         loads="tma" if match["l"] == "tma" else "pointer",
         swap_ab=match["swap"] is not None,
+        pdl=match["pdl"] is not None,
+        tail=int(match["tail"] or 1),
     )
 
 
@@ -183,9 +210,10 @@ def parse_stage(text: str) -> Stage:
     """Read the text form of one stage. Raises TacticSyntaxError."""
     family, tile_size, fields = _parse_fields(text)
     if "g1" in fields:
+        quantize = fields.pop("quant", "fused")
         _require(text, fields, {"g1", "gather", "act"})
         gemm = _parse_gemm(fields["g1"], text)
-        return Stage("gemm1", family, tile_size, gemm, fields["gather"], fields["act"])  # type: ignore[arg-type]
+        return Stage("gemm1", family, tile_size, gemm, fields["gather"], fields["act"], None, quantize)  # type: ignore[arg-type]
     _require(text, fields, {"g2", "fin"})
     gemm = _parse_gemm(fields["g2"], text)
     return Stage("gemm2", family, tile_size, gemm, finalize=fields["fin"])  # type: ignore[arg-type]
@@ -195,6 +223,7 @@ def parse_stage(text: str) -> Stage:
 def parse_tactic(text: str) -> Tactic:
     """Read the text form of a whole tactic. Raises TacticSyntaxError."""
     family, tile_size, fields = _parse_fields(text)
+    quantize = fields.pop("quant", "fused")
     _require(text, fields, {"g1", "g2", "gather", "act", "fin"})
     return Tactic(
         family,
@@ -204,6 +233,7 @@ def parse_tactic(text: str) -> Tactic:
         fields["gather"],  # type: ignore[arg-type]
         fields["act"],  # type: ignore[arg-type]
         fields["fin"],  # type: ignore[arg-type]
+        quantize,  # type: ignore[arg-type]
     )
 
 

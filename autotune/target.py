@@ -39,6 +39,16 @@ class Target:
         return self.capability >= 90
 
     @property
+    def has_pdl(self) -> bool:
+        """Programmatic dependent launch."""
+        return self.capability >= 90
+
+    @property
+    def has_fp8(self) -> bool:
+        """e4m3 operands on the tensor core."""
+        return self.capability >= 89 or self.arch.startswith(("gfx94", "gfx95"))
+
+    @property
     def has_wgmma(self) -> bool:
         """Hopper's warpgroup MMA, whose M side is 64 rows per four warps."""
         return self.capability == 90

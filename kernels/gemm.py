@@ -2,13 +2,24 @@
 
 A tile is up to TILE sorted rows of one expert; it meets BLOCK_N weight rows at a time. Either side may take the M side
 of the tensor core (SWAP), operands come by pointers or TMA descriptors, and tiles are walked by a fixed grid
-(PERSISTENT) or one program each. The number of tiles is read on the device, so no launch waits for the routing.
+(PERSISTENT) or one program each; TAIL cuts the tiles of a thin last round so that more programs share them. The number
+of tiles is read on the device, so no launch waits for the routing.
+
+Under SWIGLU a block of weight rows is half gate rows, half the up rows that belong to them, side by side in one
+operand: one product, one accumulator, and both halves of a pair end in registers of one thread.
+
+SCALES of quantised operands: `block` scales every partial product of SCALE_GROUP columns before it is added, `channel`
+scales the finished sums by row and by column, `tensor` by one value for all rows and one for gate, up or down columns.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from fitune.kernels.numeric import quantize_groups, silu, to_e4m3
+
+SCALE_GROUP: tl.constexpr = tl.constexpr(128)
 
 
 @triton.jit
@@ -49,6 +60,23 @@ def _load_rows(A, row, k, a_offsets, stride_a_k, K: tl.constexpr, BLOCK_K: tl.co
 
 
 @triton.jit
+def _weight_rows(n, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr):
+    """[BLOCK_N] weight rows of a column block; rows past the end repeat the last one and are never stored."""
+    offs = tl.arange(0, BLOCK_N)
+    if SWIGLU:
+        HALF: tl.constexpr = BLOCK_N // 2
+        column = n + offs % HALF
+        if WIDTH % HALF != 0:
+            column = tl.minimum(column, WIDTH - 1)
+        rows = column + offs // HALF * WIDTH
+    else:
+        rows = n + offs
+        if WIDTH % BLOCK_N != 0:
+            rows = tl.minimum(rows, WIDTH - 1)
+    return rows
+
+
+@triton.jit
 def _load_weights(
     W,
     expert,
@@ -57,24 +85,25 @@ def _load_weights(
     stride_w_e,
     stride_w_n,
     stride_w_k,
-    N: tl.constexpr,
-    K: tl.constexpr,
     WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SWIGLU: tl.constexpr,
     TMA: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """[ROWS, BLOCK_K] of one expert's weights, zero beyond K. Rows beyond N hold other weights: never stored.
+    """[BLOCK_N, BLOCK_K] of one expert's weights, zero beyond K; gate rows before up rows under SWIGLU.
 
     WIDE: an element of the expert may lie 2^31 or more from its first.
     """
     if TMA:
-        w = W.load([expert * N + n, k])
+        if SWIGLU:
+            w = W.load([expert, 0, n, k]).reshape(BLOCK_N, BLOCK_K)
+        else:
+            w = W.load([expert, n, k]).reshape(BLOCK_N, BLOCK_K)
     else:
-        offs_n = n + tl.arange(0, ROWS)
-        if WIDTH % ROWS != 0:
-            offs_n = tl.minimum(offs_n, N - 1)
+        offs_n = _weight_rows(n, WIDTH, BLOCK_N, SWIGLU)
         offs_k = k + tl.arange(0, BLOCK_K)
         if WIDE:
             offs_n = offs_n.to(tl.int64)
@@ -89,7 +118,7 @@ def _load_weights(
 
 @triton.jit
 def _multiply(a, w, acc, SWAP: tl.constexpr, UPCAST: tl.constexpr):
-    """acc += a @ w.T, or its transpose under SWAP."""
+    """acc + a @ w.T, or its transpose under SWAP."""
     if UPCAST:
         a = a.to(tl.float32)
         w = w.to(tl.float32)
@@ -101,16 +130,145 @@ def _multiply(a, w, acc, SWAP: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def _silu(x):
-    return x / (1.0 + tl.exp(-x))
+def _outer(rows, columns, SWAP: tl.constexpr):
+    """Product of a value per row and one per column (or one for all), laid out like the accumulator."""
+    if len(columns.shape) == 0:
+        if SWAP:
+            product = (rows * columns)[None, :]
+        else:
+            product = (rows * columns)[:, None]
+    elif SWAP:
+        product = columns[:, None] * rows[None, :]
+    else:
+        product = rows[:, None] * columns[None, :]
+    return product
+
+
+@triton.jit
+def _block_scales(
+    Scales, n, k, stride_n, stride_k, SPLIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr
+):
+    """Scales of a block of weights in the group of column k: (gate, up) under SWIGLU, else one or [BLOCK_N], twice.
+
+    Groups of rows start anew at row SPLIT, the first up row.
+    """
+    SECOND: tl.constexpr = (SPLIT + SCALE_GROUP - 1) // SCALE_GROUP
+    first = Scales + k // SCALE_GROUP * stride_k
+    if SWIGLU:
+        scale = tl.load(first + n // SCALE_GROUP * stride_n)
+        second = tl.load(first + (SECOND + n // SCALE_GROUP) * stride_n)
+    elif BLOCK_N <= SCALE_GROUP and SPLIT % BLOCK_N == 0:
+        group = tl.where(n < SPLIT, n // SCALE_GROUP, SECOND + (n - SPLIT) // SCALE_GROUP)
+        scale = tl.load(first + group * stride_n)
+        second = scale
+    else:
+        rows = _weight_rows(n, WIDTH, BLOCK_N, False)
+        group = tl.where(rows < SPLIT, rows // SCALE_GROUP, SECOND + (rows - SPLIT) // SCALE_GROUP)
+        scale = tl.load(first + group * stride_n)
+        second = scale
+    return scale, second
+
+
+@triton.jit
+def _split_gate_up(acc, TILE: tl.constexpr, HALF: tl.constexpr, SWAP: tl.constexpr):
+    """The two halves of an accumulator along its weight rows."""
+    if SWAP:
+        pairs = acc.reshape(2, HALF, TILE).permute(1, 2, 0)
+    else:
+        pairs = acc.reshape(TILE, 2, HALF).permute(0, 2, 1)
+    return pairs.split()
+
+
+@triton.jit
+def _accumulate(
+    A,
+    W,
+    AScale,
+    WScale,
+    expert,
+    row,
+    n,
+    source,
+    stride_a_m,
+    stride_a_k,
+    stride_w_e,
+    stride_w_n,
+    stride_w_k,
+    stride_as_m,
+    stride_as_k,
+    stride_ws_e,
+    stride_ws_n,
+    stride_ws_k,
+    WIDTH: tl.constexpr,
+    K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    SCALES: tl.constexpr,
+    A_TMA: tl.constexpr,
+    W_TMA: tl.constexpr,
+    SWAP: tl.constexpr,
+    WIDE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """[TILE, BLOCK_N] float32 products of one tile over all of K, scaled; [BLOCK_N, TILE] under SWAP."""
+    a_offsets = source.to(tl.int64) * stride_a_m
+    if SWAP:
+        zeros = tl.zeros((BLOCK_N, TILE), dtype=tl.float32)
+    else:
+        zeros = tl.zeros((TILE, BLOCK_N), dtype=tl.float32)
+    acc = zeros
+    if SCALES == "block":
+        tl.static_assert(SCALE_GROUP % BLOCK_K == 0, "a k-step must lie in one group of scales")
+        a_scales = AScale + source.to(tl.int64) * stride_as_m
+        w_scales = WScale + expert.to(tl.int64) * stride_ws_e
+        # Scales are fetched one step ahead: a step's sum would wait for them otherwise.
+        a_scale = tl.load(a_scales)
+        w_scale, w_second = _block_scales(w_scales, n, 0, stride_ws_n, stride_ws_k, SPLIT, WIDTH, BLOCK_N, SWIGLU)
+        for k in range(0, K, BLOCK_K):
+            a = _load_rows(A, row, k, a_offsets, stride_a_k, K, BLOCK_K, A_TMA)
+            w = _load_weights(
+                W, expert, n, k, stride_w_e, stride_w_n, stride_w_k, WIDTH, K, BLOCK_N, BLOCK_K, SWIGLU, W_TMA, WIDE
+            )
+            ahead = tl.minimum(k + BLOCK_K, K - 1)
+            next_a_scale = tl.load(a_scales + ahead // SCALE_GROUP * stride_as_k)
+            next_w_scale, next_w_second = _block_scales(
+                w_scales, n, ahead, stride_ws_n, stride_ws_k, SPLIT, WIDTH, BLOCK_N, SWIGLU
+            )
+            part = _multiply(a, w, zeros, SWAP, UPCAST)
+            if SWIGLU:
+                w_scale = tl.where(tl.arange(0, BLOCK_N) < BLOCK_N // 2, w_scale, w_second)
+            acc += part * _outer(a_scale, w_scale, SWAP)
+            a_scale, w_scale, w_second = next_a_scale, next_w_scale, next_w_second
+    else:
+        for k in range(0, K, BLOCK_K):
+            a = _load_rows(A, row, k, a_offsets, stride_a_k, K, BLOCK_K, A_TMA)
+            w = _load_weights(
+                W, expert, n, k, stride_w_e, stride_w_n, stride_w_k, WIDTH, K, BLOCK_N, BLOCK_K, SWIGLU, W_TMA, WIDE
+            )
+            acc = _multiply(a, w, acc, SWAP, UPCAST)
+        if SCALES != "":
+            a_scale = tl.load(AScale + source.to(tl.int64) * stride_as_m)
+            rows = _weight_rows(n, WIDTH, BLOCK_N, SWIGLU)
+            if SCALES == "tensor":
+                rows = rows // SPLIT
+            w_scale = tl.load(WScale + expert.to(tl.int64) * stride_ws_e + rows * stride_ws_n)
+            acc *= _outer(a_scale, w_scale, SWAP)
+    return acc
 
 
 @triton.jit
 def _compute_tile(
     tile,
+    part,
     A,
     W,
     Out,
+    AScale,
+    WScale,
+    OutScale,
     SlotOfRow,
     SlotWeights,
     ExpertRows,
@@ -123,67 +281,85 @@ def _compute_tile(
     stride_w_n,
     stride_w_k,
     stride_out_m,
+    stride_as_m,
+    stride_as_k,
+    stride_ws_e,
+    stride_ws_n,
+    stride_ws_k,
+    stride_os_k,
     N: tl.constexpr,
     K: tl.constexpr,
+    SPLIT: tl.constexpr,
     TOP_K: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
     GATHER: tl.constexpr,
     SWIGLU: tl.constexpr,
     ATOMIC: tl.constexpr,
+    SCALES: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    FP8_MAX: tl.constexpr,
     A_TMA: tl.constexpr,
     W_TMA: tl.constexpr,
     SWAP: tl.constexpr,
     WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    # SWIGLU: BLOCK_N weight rows are half gate, half up; the output is half as wide as the weights.
+    """One tile, or one of the PARTS blocks of BLOCK_N weight rows that it is cut into."""
     ROWS: tl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N
     WIDTH: tl.constexpr = N // 2 if SWIGLU else N
-    NUM_N: tl.constexpr = (WIDTH + ROWS - 1) // ROWS
+    NUM_N: tl.constexpr = (WIDTH + ROWS * PARTS - 1) // (ROWS * PARTS)
     expert, row, row_end, n_block = _decode_tile(tile, ExpertRows, ExpertTiles, TileExpert, group_m, NUM_N, TILE)
-    n = n_block * ROWS
+    n = (n_block * PARTS + part) * ROWS
 
     # Rows past the expert's end are computed from some valid row and never stored.
     offs_row = row + tl.arange(0, TILE)
     source = tl.minimum(offs_row, row_end - 1)
     if GATHER:
         source = tl.load(SlotOfRow + source) // TOP_K
-    a_offsets = source.to(tl.int64) * stride_a_m
-
-    if SWAP:
-        acc = tl.zeros((ROWS, TILE), dtype=tl.float32)
+    acc = _accumulate(
+        A, W, AScale, WScale, expert, row, n, source, stride_a_m, stride_a_k, stride_w_e, stride_w_n, stride_w_k,
+        stride_as_m, stride_as_k, stride_ws_e, stride_ws_n, stride_ws_k, WIDTH, K, SPLIT, TILE, BLOCK_N, BLOCK_K,
+        SWIGLU, SCALES, A_TMA, W_TMA, SWAP, WIDE, UPCAST,
+    )  # fmt: skip
+    if SWIGLU:
+        gate, up = _split_gate_up(acc, TILE, ROWS, SWAP)
+        result = silu(gate) * up
     else:
-        acc = tl.zeros((TILE, ROWS), dtype=tl.float32)
-    if SWIGLU:
-        acc_up = acc
-    for k in range(0, K, BLOCK_K):
-        a = _load_rows(A, row, k, a_offsets, stride_a_k, K, BLOCK_K, A_TMA)
-        w = _load_weights(W, expert, n, k, stride_w_e, stride_w_n, stride_w_k, N, K, WIDTH, ROWS, BLOCK_K, W_TMA, WIDE)
-        acc = _multiply(a, w, acc, SWAP, UPCAST)
-        if SWIGLU:
-            up = _load_weights(
-                W, expert, WIDTH + n, k, stride_w_e, stride_w_n, stride_w_k, N, K, WIDTH, ROWS, BLOCK_K, W_TMA, WIDE
-            )
-            acc_up = _multiply(a, up, acc_up, SWAP, UPCAST)
-    if SWIGLU:
-        acc = _silu(acc) * acc_up
+        result = acc
 
     offs_n = n + tl.arange(0, ROWS)
     if ATOMIC:
         slot = tl.load(SlotOfRow + tl.minimum(offs_row, row_end - 1))
-        scale = tl.load(SlotWeights + slot)
+        weight = tl.load(SlotWeights + slot)
         out_offsets = (slot // TOP_K).to(tl.int64) * stride_out_m
         if SWAP:
             pointers = Out + out_offsets[None, :] + offs_n[:, None]
             mask = (offs_row < row_end)[None, :] & (offs_n < WIDTH)[:, None]
-            tl.atomic_add(pointers, acc * scale[None, :], mask=mask, sem="relaxed")
+            tl.atomic_add(pointers, result * weight[None, :], mask=mask, sem="relaxed")
         else:
             pointers = Out + out_offsets[:, None] + offs_n[None, :]
             mask = (offs_row < row_end)[:, None] & (offs_n < WIDTH)[None, :]
-            tl.atomic_add(pointers, acc * scale[:, None], mask=mask, sem="relaxed")
+            tl.atomic_add(pointers, result * weight[:, None], mask=mask, sem="relaxed")
     else:
+        if QUANTIZE == "block":
+            # ROWS is one group of columns, or what a row has of it.
+            tl.static_assert(ROWS == SCALE_GROUP, "a tile must hold one group of scales")
+            if WIDTH % ROWS != 0:
+                if SWAP:
+                    result = tl.where((offs_n < WIDTH)[:, None], result, 0.0)
+                else:
+                    result = tl.where((offs_n < WIDTH)[None, :], result, 0.0)
+            result, scale = quantize_groups(result, 0 if SWAP else 1, FP8_MAX)
+            tl.store(OutScale + offs_row + n_block * stride_os_k, scale, mask=offs_row < row_end)
+        elif QUANTIZE == "tensor":
+            result = tl.clamp(result / tl.load(OutScale), -FP8_MAX, FP8_MAX)
+        if QUANTIZE != "":
+            value = to_e4m3(result, Out.dtype.element_ty, UPCAST)
+        else:
+            value = result.to(Out.dtype.element_ty)
         out_offsets = offs_row.to(tl.int64) * stride_out_m
         if SWAP:
             pointers = Out + out_offsets[None, :] + offs_n[:, None]
@@ -191,14 +367,20 @@ def _compute_tile(
         else:
             pointers = Out + out_offsets[:, None] + offs_n[None, :]
             mask = (offs_row < row_end)[:, None] & (offs_n < WIDTH)[None, :]
-        tl.store(pointers, acc.to(Out.dtype.element_ty), mask=mask)
+        tl.store(pointers, value, mask=mask)
 
 
 @triton.jit(do_not_specialize=["local_experts", "group_m"])
 def grouped_gemm_kernel(
     A,  # [tokens, K] (GATHER) or [rows, K]: pointer, or descriptor of [TILE, BLOCK_K] blocks
-    W,  # [local_experts, N, K]: pointer, or descriptor of [ROWS, BLOCK_K] blocks over [local_experts * N, K]
+    W,  # [local_experts, N, K]: pointer, or descriptor of [1, BLOCK_N, BLOCK_K] blocks; under SWIGLU of
+    #     [1, 2, BLOCK_N / 2, BLOCK_K] blocks over [local_experts, 2, N / 2, K]
+    WTail,  # the same for blocks of BLOCK_N / TAIL rows
     Out,  # [rows, width], or [tokens, N] float32 (ATOMIC)
+    AScale,  # float32 [groups of K, rows of A] (block), [1, rows of A] (channel), [1, 1] (tensor); None without scales
+    WScale,  # float32 [local_experts, groups of N, groups of K] (block), [local_experts, N] (channel),
+    #          [local_experts, N / SPLIT] (tensor); None without scales
+    OutScale,  # [groups of width, rows] that QUANTIZE "block" writes, the one that "tensor" reads, or None
     SlotOfRow,  # [rows] int32
     SlotWeights,  # [slots] float32
     ExpertRows,  # [local_experts + 1] int32
@@ -212,8 +394,15 @@ def grouped_gemm_kernel(
     stride_w_n,
     stride_w_k,
     stride_out_m,
+    stride_as_m,
+    stride_as_k,
+    stride_ws_e,
+    stride_ws_n,
+    stride_ws_k,
+    stride_os_k,
     N: tl.constexpr,
     K: tl.constexpr,
+    SPLIT: tl.constexpr,  # first up row of W in gemm1, else N
     TOP_K: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -221,11 +410,15 @@ def grouped_gemm_kernel(
     GATHER: tl.constexpr,
     SWIGLU: tl.constexpr,
     ATOMIC: tl.constexpr,
+    SCALES: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    FP8_MAX: tl.constexpr,
     A_TMA: tl.constexpr,
     W_TMA: tl.constexpr,
     SWAP: tl.constexpr,
     PERSISTENT: tl.constexpr,
     FLATTEN: tl.constexpr,
+    TAIL: tl.constexpr,
     WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -234,17 +427,37 @@ def grouped_gemm_kernel(
     NUM_N: tl.constexpr = (WIDTH + ROWS - 1) // ROWS
     total = tl.load(ExpertTiles + local_experts) * NUM_N
     first = tl.program_id(0)
+    programs = tl.num_programs(0)
     if PERSISTENT:
-        for tile in tl.range(first, total, tl.num_programs(0), flatten=FLATTEN):
+        whole = total
+        if TAIL > 1:
+            # Tiles of a last round that would leave most programs idle are cut, if their parts fit one round.
+            left = total % programs
+            whole -= tl.where(left * TAIL <= programs, left, 0)
+        for tile in tl.range(first, whole, programs, flatten=FLATTEN):
             _compute_tile(
-                tile, A, W, Out, SlotOfRow, SlotWeights, ExpertRows, ExpertTiles, TileExpert, group_m,
-                stride_a_m, stride_a_k, stride_w_e, stride_w_n, stride_w_k, stride_out_m,
-                N, K, TOP_K, TILE, BLOCK_N, BLOCK_K, GATHER, SWIGLU, ATOMIC, A_TMA, W_TMA, SWAP, WIDE, UPCAST,
+                tile, 0, A, W, Out, AScale, WScale, OutScale, SlotOfRow, SlotWeights, ExpertRows, ExpertTiles,
+                TileExpert, group_m, stride_a_m, stride_a_k, stride_w_e, stride_w_n, stride_w_k, stride_out_m,
+                stride_as_m, stride_as_k, stride_ws_e, stride_ws_n, stride_ws_k, stride_os_k,
+                N, K, SPLIT, TOP_K, TILE, BLOCK_N, BLOCK_K, 1, GATHER, SWIGLU, ATOMIC, SCALES, QUANTIZE, FP8_MAX,
+                A_TMA, W_TMA, SWAP, WIDE, UPCAST,
             )  # fmt: skip
+        if TAIL > 1:
+            if first < (total - whole) * TAIL:
+                _compute_tile(
+                    whole + first // TAIL, first % TAIL, A, WTail, Out, AScale, WScale, OutScale, SlotOfRow,
+                    SlotWeights, ExpertRows, ExpertTiles, TileExpert, group_m, stride_a_m, stride_a_k, stride_w_e,
+                    stride_w_n, stride_w_k, stride_out_m, stride_as_m, stride_as_k, stride_ws_e, stride_ws_n,
+                    stride_ws_k, stride_os_k,
+                    N, K, SPLIT, TOP_K, TILE, BLOCK_N // TAIL, BLOCK_K, TAIL, GATHER, SWIGLU, ATOMIC, SCALES, QUANTIZE,
+                    FP8_MAX, A_TMA, W_TMA, SWAP, WIDE, UPCAST,
+                )  # fmt: skip
     else:
         if first < total:
             _compute_tile(
-                first, A, W, Out, SlotOfRow, SlotWeights, ExpertRows, ExpertTiles, TileExpert, group_m,
-                stride_a_m, stride_a_k, stride_w_e, stride_w_n, stride_w_k, stride_out_m,
-                N, K, TOP_K, TILE, BLOCK_N, BLOCK_K, GATHER, SWIGLU, ATOMIC, A_TMA, W_TMA, SWAP, WIDE, UPCAST,
+                first, 0, A, W, Out, AScale, WScale, OutScale, SlotOfRow, SlotWeights, ExpertRows, ExpertTiles,
+                TileExpert, group_m, stride_a_m, stride_a_k, stride_w_e, stride_w_n, stride_w_k, stride_out_m,
+                stride_as_m, stride_as_k, stride_ws_e, stride_ws_n, stride_ws_k, stride_os_k,
+                N, K, SPLIT, TOP_K, TILE, BLOCK_N, BLOCK_K, 1, GATHER, SWIGLU, ATOMIC, SCALES, QUANTIZE, FP8_MAX,
+                A_TMA, W_TMA, SWAP, WIDE, UPCAST,
             )  # fmt: skip

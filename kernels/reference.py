@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from fitune.problem import SCALE_GROUP, Scales
 from fitune.tactic import num_tiles
 
 
@@ -109,10 +110,72 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return functional.silu(gate) * up
 
 
-def gemm1(x: torch.Tensor, w13: torch.Tensor, topk_ids: torch.Tensor, local_expert_offset: int = 0) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class ScaledWeights:
+    """Quantised weights [L, rows, K] with their scales, as `LayerArgs` describes them; `split` is the first up row."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+    scales: Scales
+    split: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        """One expert's weights, float32 [rows, K]."""
+        rows, columns = self.values.shape[1:]
+        scale = self.scale[expert]
+        if self.scales == "tensor":
+            return self.values[expert].float() * scale.repeat_interleave(self.split, 0)[:, None]
+        if self.scales == "channel":
+            return self.values[expert].float() * scale[:, None]
+        of_row = torch.arange(rows, device=scale.device)
+        groups_before = torch.where(of_row < self.split, 0, -(-self.split // SCALE_GROUP))
+        of_row = groups_before + of_row % self.split // SCALE_GROUP
+        of_column = torch.arange(columns, device=scale.device) // SCALE_GROUP
+        return self.values[expert].float() * scale[of_row][:, of_column]
+
+
+Weights = torch.Tensor | ScaledWeights
+
+
+def quantize(
+    rows: torch.Tensor, scales: Scales, given: torch.Tensor | None = None, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(e4m3 [rows, C], float32 scales [groups, rows] as `fitune.kernels.quantize.Quantized` has them)."""
+    count, columns = rows.shape
+    largest = torch.finfo(dtype).max
+    values = rows.float()
+    if scales == "tensor":
+        assert given is not None
+        return (values / given).clamp(-largest, largest).to(dtype), given
+    group = SCALE_GROUP if scales == "block" else columns
+    padded = functional.pad(values, (0, -columns % group)).view(count, -1, group)
+    most = padded.abs().amax(dim=2)
+    scale = torch.where(most > 0, most / largest, 1.0)
+    quantized = (padded / scale[:, :, None]).clamp(-largest, largest).to(dtype)
+    return quantized.view(count, -1)[:, :columns], scale.T.contiguous()
+
+
+def round_trip(
+    rows: torch.Tensor, scales: Scales, given: torch.Tensor | None = None, dtype: torch.dtype = torch.float8_e4m3fn
+) -> torch.Tensor:
+    """Rows quantised and back, float32; as they are where nothing is quantised."""
+    if not scales:
+        return rows
+    values, scale = quantize(rows, scales, given, dtype)
+    of_column = scale.T
+    if of_column.shape[1] > 1:
+        of_column = of_column.repeat_interleave(SCALE_GROUP, 1)[:, : rows.shape[1]]
+    return values.float() * of_column
+
+
+def gemm1(x: torch.Tensor, w13: Weights, topk_ids: torch.Tensor, local_expert_offset: int = 0) -> torch.Tensor:
     """Hidden rows in slot order: float32 [N*K, I], zeros for foreign slots.
 
-    x [N, H], w13 [L, 2I, H] (gate rows first), topk_ids [N, K].
+    x [N, H] as the GEMM sees it, w13 [L, 2I, H] (gate rows first), topk_ids [N, K].
     """
     hidden = x.new_zeros((topk_ids.numel(), w13.shape[1] // 2), dtype=torch.float32)
     with full_float32():
@@ -122,7 +185,7 @@ def gemm1(x: torch.Tensor, w13: torch.Tensor, topk_ids: torch.Tensor, local_expe
     return hidden
 
 
-def gemm2(hidden: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor, local_expert_offset: int = 0) -> torch.Tensor:
+def gemm2(hidden: torch.Tensor, w2: Weights, topk_ids: torch.Tensor, local_expert_offset: int = 0) -> torch.Tensor:
     """Expert results in slot order: float32 [N*K, H], zeros for foreign slots.
 
     hidden [N*K, I] in slot order, any float dtype; w2 [L, H, I].
@@ -136,7 +199,7 @@ def gemm2(hidden: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor, local_
 
 def gemm2_finalized(
     hidden: torch.Tensor,
-    w2: torch.Tensor,
+    w2: Weights,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     local_expert_offset: int = 0,
@@ -160,13 +223,13 @@ def combine(slot_rows: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor
 
 def layer(
     x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: Weights,
+    w2: Weights,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     local_expert_offset: int = 0,
 ) -> torch.Tensor:
-    """The whole layer on one rank: float32 [N, H]. Tokens with no local slot give zeros."""
+    """The whole layer on one rank, nothing rounded between: float32 [N, H]. No local slot gives zeros."""
     hidden = gemm1(x, w13, topk_ids, local_expert_offset)
     return gemm2_finalized(hidden, w2, topk_weights, topk_ids, local_expert_offset)
 

@@ -12,8 +12,10 @@ from typing import Final
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-from fitune.kernels.launch import Launcher, run
+from fitune.kernels.launch import Launcher, pdl_options, run
+from fitune.kernels.numeric import silu
 
 PROGRAMS_PER_SM: Final = 32
 """Programs per SM for `permute_rows` and `swiglu`: some twice what an SM holds, so that the load evens out."""
@@ -80,7 +82,7 @@ def swiglu_kernel(
         mask = cols < COLUMNS
         gate = tl.load(GateUp + row * stride_in + cols, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(GateUp + row * stride_in + COLUMNS + cols, mask=mask, other=0.0).to(tl.float32)
-        hidden = gate * tl.sigmoid(gate) * up
+        hidden = silu(gate) * up
         tl.store(Out + row * stride_out + cols, hidden.to(Out.dtype.element_ty), mask=mask)
 
 
@@ -106,12 +108,16 @@ def combine_kernel(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROW_IS_SLOT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out[token] = sum over its local slots, in slot order, of weight * row. One program per (token, column block).
 
     ROW_IS_SLOT: rows lie in slot order and `Where` holds the expert ids that tell which slots are local;
-    otherwise `Where` holds the row of each slot, negative for foreign ones.
+    otherwise `Where` holds the row of each slot, negative for foreign ones. PDL: the launch may start before the kernel
+    in front of it has ended.
     """
+    if PDL:
+        gdc_wait()
     blocks: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // blocks).to(tl.int64)
     cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -241,14 +247,16 @@ def combine_slots(
     topk_weights: torch.Tensor,
     out: torch.Tensor,
     *,
+    pdl: bool = False,
     launch: Launcher = run,
 ) -> None:
     """As `combine`, for rows in slot order: slot_out [N*K, H]; rows of foreign slots are not read.
 
-    topk_ids [N, K] int32 or int64, any strides, says which slots are local.
+    topk_ids [N, K] int32 or int64, any strides, says which slots are local. `pdl` launches while the kernel in front
+    ends (sm_90 and later).
     """
     locality = (topk_ids.stride(0), topk_ids.stride(1), local_expert_offset, local_experts)
-    _combine(slot_out, topk_ids, topk_weights, out, locality, launch, row_is_slot=True)
+    _combine(slot_out, topk_ids, topk_weights, out, locality, launch, row_is_slot=True, pdl=pdl)
 
 
 def _combine(
@@ -260,6 +268,7 @@ def _combine(
     launch: Launcher,
     *,
     row_is_slot: bool,
+    pdl: bool = False,
 ) -> None:
     num_tokens, columns = out.shape
     if num_tokens == 0:
@@ -277,6 +286,7 @@ def _combine(
             "BLOCK": block,
             "ROW_IS_SLOT": row_is_slot,
             "num_warps": _NUM_WARPS,
+            **pdl_options(pdl),
         },
     )
 

@@ -226,7 +226,7 @@ def test_legal_stages_fit_the_chip(arch: str) -> None:
     for num_tokens, name in product((1, 1024, 16_384), STAGES):
         for stage in space.pool(Problem(DEEPSEEK, 16, num_tokens), target, name):
             assert footprint.shared_memory_bytes(stage, DEEPSEEK, target) < target.shared_bytes
-            assert footprint.accumulator_registers(stage) <= 128
+            assert footprint.accumulator_registers(stage, DEEPSEEK) <= 128
             assert footprint.programs_resident(stage, DEEPSEEK, target) >= target.num_sms
             assert stage.gemm.loads == "pointer" or target.has_tma
             resident = footprint.programs_per_sm(stage, DEEPSEEK, target)

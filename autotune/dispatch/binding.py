@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fitune.errors import DispatchError
-from fitune.kernels.layer import TORCH_DTYPES
+from fitune.kernels.layer import IO_DTYPES
 from fitune.problem import LayerShape
 
 ID_DTYPES: Final = (torch.int32, torch.int64)
@@ -18,7 +18,7 @@ _MOST_WEIGHTS: Final = 4096
 
 def dtype_name(dtype: torch.dtype) -> str:
     """`bf16` for torch.bfloat16; the torch name for one that no layer can have."""
-    return next((name for name, known in TORCH_DTYPES.items() if known is dtype), str(dtype).removeprefix("torch."))
+    return next((name for name, known in IO_DTYPES.items() if known is dtype), str(dtype).removeprefix("torch."))
 
 
 class Binding:
@@ -29,7 +29,7 @@ class Binding:
     """
 
     def __init__(self, shape: LayerShape, local_experts: int, device: torch.device) -> None:
-        self.dtype: Final = TORCH_DTYPES[shape.dtype]
+        self.dtype: Final = IO_DTYPES[shape.dtype]
         self.device: Final = device
         self.hidden_size: Final = shape.hidden_size
         self.top_k: Final = shape.top_k

@@ -19,8 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from fitune.errors import InputError
-from fitune.kernels.layer import TORCH_DTYPES, LayerArgs, Workspace
+from fitune.kernels.layer import IO_DTYPES, LayerArgs, Workspace, fp8_of, weight_dtype
 from fitune.measure.build import Collector, classify, code_hash, compile_stage_launches, error_text
+from fitune.measure.inputs import given_scales, scale_shape
 from fitune.measure.wire import ChildPort, problem_from_wire, target_from_wire
 from fitune.problem import Problem
 from fitune.record import Status
@@ -106,20 +107,26 @@ class Compiler:
 def meta_tensors(problem: Problem, target: Target) -> tuple[LayerArgs, Workspace, torch.Tensor]:
     """The tensors of a call without memory behind them, shaped, strided and aligned like those that are measured."""
     shape, tokens, local = problem.shape, max(1, problem.num_tokens), problem.local_experts
-    dtype = TORCH_DTYPES[shape.dtype]
+    hidden, intermediate, fp8 = shape.hidden_size, shape.intermediate_size, fp8_of(target.arch)
 
-    def empty(*size: int, of: torch.dtype = dtype) -> torch.Tensor:
+    def empty(*size: int, of: torch.dtype = IO_DTYPES[shape.dtype]) -> torch.Tensor:
         return torch.empty(size, dtype=of, device="meta")
 
+    weights = weight_dtype(shape.dtype, fp8)
     args = LayerArgs(
-        empty(tokens, shape.hidden_size),
-        empty(local, 2 * shape.intermediate_size, shape.hidden_size),
-        empty(local, shape.hidden_size, shape.intermediate_size),
-        empty(tokens, shape.top_k, of=torch.float32),
-        empty(tokens, shape.top_k, of=torch.int32),
-        problem.local_expert_offset,
+        x=empty(tokens, hidden),
+        w13=empty(local, 2 * intermediate, hidden, of=weights),
+        w2=empty(local, hidden, intermediate, of=weights),
+        topk_weights=empty(tokens, shape.top_k, of=torch.float32),
+        topk_ids=empty(tokens, shape.top_k, of=torch.int32),
+        local_expert_offset=problem.local_expert_offset,
+        scales=shape.scales,
+        **given_scales(shape, "meta"),
     )
-    workspace = Workspace.allocate(shape, local, tokens, "meta", num_sms=target.num_sms)
+    if shape.scales:
+        sizes = scale_shape(shape, 2 * intermediate, hidden, intermediate), scale_shape(shape, hidden, intermediate, hidden)
+        args.w13_scale, args.w2_scale = (empty(local, *size, of=torch.float32) for size in sizes)
+    workspace = Workspace.allocate(shape, local, tokens, "meta", num_sms=target.num_sms, fp8=fp8)
     return args, workspace, torch.empty_like(args.x)
 
 

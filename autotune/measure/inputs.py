@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -18,8 +18,17 @@ from torch import Tensor
 
 from fitune.errors import MeasureError
 from fitune.kernels import reference
-from fitune.kernels.layer import TORCH_DTYPES, LayerArgs, Workspace, row_of_slots
-from fitune.problem import LayerShape, Problem
+from fitune.kernels.layer import (
+    IO_DTYPES,
+    LayerArgs,
+    Workspace,
+    fp8_of,
+    hidden_q,
+    row_of_slots,
+    weight_dtype,
+)
+from fitune.kernels.quantize import Quantized, fp8_max
+from fitune.problem import SCALE_GROUP, LayerShape, Problem
 from fitune.record import Accuracy
 from fitune.routing import draw_topk_ids, draw_topk_weights, local_rows, representative_ids
 from fitune.tactic import StageName
@@ -29,17 +38,24 @@ COLD_L2_MULTIPLE: Final = 4
 MAX_ROTATIONS: Final = 32
 WEIGHT_MEMORY_SHARE: Final = 0.7
 DROPPED_SHARE: Final = 1 / 16
+_FP8_NAN: Final = {torch.float8_e4m3fn: 0x7F, torch.float8_e4m3fnuz: 0x80}
 
 
 class WeightBank:
-    """Random weights of one layer shape: w13 [experts, 2I, H], w2 [experts, H, I], O(1) outputs for O(1) inputs."""
+    """Random weights of one layer shape: w13 [experts, 2I, H], w2 [experts, H, I], O(1) outputs for O(1) inputs.
 
-    def __init__(self, device: str, seed: int) -> None:
+    Quantised weights come with the scales that `LayerArgs` describes; these differ by a factor of four between
+    neighbours, so that a kernel that takes the wrong one is found out.
+    """
+
+    def __init__(self, device: str, seed: int, fp8: torch.dtype = torch.float8_e4m3fn) -> None:
         self._device = device
         self._seed = seed
+        self._fp8 = fp8
         self._shape: LayerShape | None = None
-        self.w13 = torch.empty(0)
-        self.w2 = torch.empty(0)
+        self.w13 = self.w2 = torch.empty(0)
+        self.w13_scale: Tensor | None = None
+        self.w2_scale: Tensor | None = None
 
     @property
     def experts(self) -> int:
@@ -70,15 +86,53 @@ class WeightBank:
             torch.cuda.empty_cache()
         generator = torch.Generator(self._device).manual_seed(self._seed)
         hidden, intermediate = shape.hidden_size, shape.intermediate_size
-        self.w13 = self._draw(generator, shape, experts, 2 * intermediate, hidden)
-        self.w2 = self._draw(generator, shape, experts, hidden, intermediate)
+        self.w13, self.w13_scale = self._draw(generator, shape, experts, 2 * intermediate, hidden, intermediate)
+        self.w2, self.w2_scale = self._draw(generator, shape, experts, hidden, intermediate, hidden)
         return True
 
-    def _draw(self, generator: torch.Generator, shape: LayerShape, experts: int, rows: int, columns: int) -> Tensor:
-        weights = torch.empty((experts, rows, columns), dtype=TORCH_DTYPES[shape.dtype], device=self._device)
-        for expert in weights:
-            expert.normal_(0.0, columns**-0.5, generator=generator)
+    def args(self, shape: LayerShape, first: int, count: int) -> dict[str, Any]:
+        """The weights of `count` experts from `first` on, as arguments of a call."""
+        experts = slice(first, first + count)
+        weights: dict[str, Any] = {"w13": self.w13[experts], "w2": self.w2[experts], "scales": shape.scales}
+        if self.w13_scale is not None and self.w2_scale is not None:
+            weights |= {"w13_scale": self.w13_scale[experts], "w2_scale": self.w2_scale[experts]}
         return weights
+
+    def _draw(
+        self, generator: torch.Generator, shape: LayerShape, experts: int, rows: int, columns: int, split: int
+    ) -> tuple[Tensor, Tensor | None]:
+        weights = torch.empty((experts, rows, columns), dtype=weight_dtype(shape.dtype, self._fp8), device=self._device)
+        if not shape.scales:
+            for expert in weights:
+                expert.normal_(0.0, columns**-0.5, generator=generator)
+            return weights, None
+        values = torch.empty((rows, columns), dtype=torch.float32, device=self._device)
+        largest = fp8_max(self._fp8)
+        for expert in weights:
+            expert.copy_(values.normal_(0.0, largest / 5.0, generator=generator).clamp_(-largest, largest))
+        size = (experts, *scale_shape(shape, rows, columns, split))
+        scale = torch.empty(size, dtype=torch.float32, device=self._device)
+        scale.uniform_(-1.0, 1.0, generator=generator).exp2_().mul_(5.0 / largest * columns**-0.5)
+        return weights, scale
+
+
+def scale_shape(shape: LayerShape, rows: int, columns: int, split: int) -> tuple[int, ...]:
+    """Shape of one expert's weight scales; `split` is the first up row of gate and up weights, else the row count."""
+    if shape.scales == "channel":
+        return (rows,)
+    if shape.scales == "tensor":
+        return (rows // split,)
+    return rows // split * -(-split // SCALE_GROUP), -(-columns // SCALE_GROUP)
+
+
+def given_scales(shape: LayerShape, device: str) -> dict[str, Tensor | None]:
+    """Scales that come with a checkpoint for the rows of x and of hidden, where one serves all."""
+    if shape.scales != "tensor":
+        return {}
+    return {
+        name: torch.full((1, 1), most / fp8_max(torch.float8_e4m3fn), dtype=torch.float32, device=device)
+        for name, most in (("x_scale", 5.0), ("hidden_scale", 12.0))
+    }
 
 
 def disjoint_offsets(active: Sequence[int], local_experts: int, wanted: int, bank_experts: int) -> list[int]:
@@ -152,20 +206,24 @@ class ProblemInputs:
         self._l2_bytes = target.l2_bytes
         bank.provide(shape, self._bank_experts(bank, max(min_experts, problem.local_experts)))
         generator = torch.Generator(device).manual_seed(seed)
-        dtype = TORCH_DTYPES[shape.dtype]
+        dtype = IO_DTYPES[shape.dtype]
+        self._fp8 = fp8_of(target.arch)
         x = torch.empty((problem.num_tokens, shape.hidden_size), dtype=dtype, device=device)
         x.normal_(generator=generator)
         weights = torch.from_numpy(draw_topk_weights(problem, seed)).to(device)
         self.args = self._slices(bank, x, torch.from_numpy(ids).to(device), weights)
-        self.ws = Workspace.allocate(shape, problem.local_experts, problem.num_tokens, device, num_sms=target.num_sms)
+        self.ws = Workspace.allocate(
+            shape, problem.local_experts, problem.num_tokens, device, num_sms=target.num_sms, fp8=self._fp8
+        )
         self.out = torch.empty_like(x)
         self.slots = torch.from_numpy(_local_slots(ids, problem)).to(device)
         first = self.args[0]
         routing = (first.topk_ids, first.local_expert_offset)
-        by_slot = reference.gemm1(x, first.w13, *routing)
+        w13, w2 = first.reference_weights()
+        by_slot = reference.gemm1(self._rounded(x, first.x_scale), w13, *routing)
         self.hidden_reference = by_slot.index_select(0, self.slots)
         hidden = by_slot.to(dtype) if round_hidden else by_slot
-        self.out_reference = reference.gemm2_finalized(hidden, first.w2, weights, *routing)
+        self.out_reference = reference.gemm2_finalized(self._rounded(hidden, first.hidden_scale), w2, weights, *routing)
         self._hidden_scale = _rms(self.hidden_reference)
         self._out_scale = _rms(self.out_reference)
 
@@ -189,7 +247,15 @@ class ProblemInputs:
     def restore_hidden(self, family: str) -> None:
         """Put the rounded reference into ws.hidden, in the row order of `family` (sorted before, except gemv)."""
         rows = self._rows(family)
-        self.ws.hidden.index_copy_(0, rows, self.hidden_reference.to(self.ws.hidden.dtype))
+        hidden = self.hidden_reference.to(self.ws.hidden.dtype)
+        self.ws.hidden.index_copy_(0, rows, hidden)
+        target = self._hidden_q()
+        if target is None:
+            return
+        values, scales = reference.quantize(hidden, self.problem.shape.scales, self.args[0].hidden_scale, self._fp8)
+        target.values.view(torch.uint8).index_copy_(0, rows, values.view(torch.uint8))
+        if target.scales is not self.args[0].hidden_scale:
+            target.scales.index_copy_(1, rows, scales)
 
     def poison(self, *stages: StageName) -> None:
         """Fill everything that the stages write with NaN."""
@@ -197,18 +263,36 @@ class ProblemInputs:
         if "gemm1" in stages:
             for tensor in (self.ws.permuted, self.ws.gate_up, self.ws.hidden):
                 tensor.fill_(nan)
+            for quantized in (self.ws.x_q, self.ws.hidden_q):
+                if quantized is not None:
+                    quantized.values.view(torch.uint8).fill_(_FP8_NAN[self._fp8])
+                    quantized.scales.fill_(nan)
         if "gemm2" in stages:
             for tensor in (self.ws.expert_out, self.ws.out_f32, self.out):
                 tensor.fill_(nan)
 
     def hidden_accuracy(self, family: str) -> tuple[Accuracy, float]:
         """Error of ws.hidden, and the largest error of an element over its own size plus the reference's RMS."""
-        actual = self.ws.hidden.index_select(0, self._rows(family))
+        rows, quantized = self._rows(family), self._hidden_q()
+        if quantized is None or (family == "gemv" and self.problem.shape.scales == "block"):
+            actual = self.ws.hidden.index_select(0, rows)
+        else:
+            scales = quantized.scales if quantized.scales.shape[1] == 1 else quantized.scales.index_select(1, rows)
+            values = quantized.values.view(torch.uint8).index_select(0, rows).view(self._fp8)
+            actual = Quantized(values, scales).dequantized()
         return _accuracy(actual, self.hidden_reference, self._hidden_scale)
 
     def out_accuracy(self) -> tuple[Accuracy, float]:
         """Error of out, and the largest error of an element over its own size plus the reference's RMS."""
         return _accuracy(self.out, self.out_reference, self._out_scale)
+
+    def _rounded(self, rows: Tensor, given: Tensor | None) -> Tensor:
+        """Rows as a GEMM of the layer sees them."""
+        return reference.round_trip(rows, self.problem.shape.scales, given, self._fp8)
+
+    def _hidden_q(self) -> Quantized | None:
+        """Where gemm2 finds the quantised hidden rows; None where it reads them as they are."""
+        return hidden_q(self.args[0], self.ws) if self.problem.shape.scales else None
 
     def _rows(self, family: str) -> Tensor:
         return row_of_slots(family, self.args[0], self.ws).index_select(0, self.slots).to(torch.int64)
@@ -225,11 +309,10 @@ class ProblemInputs:
         local = self.problem.local_experts
         offsets = disjoint_offsets(self.load.active, local, MAX_ROTATIONS, bank.experts)
         wanted = max(self.rotations(("gemm1",)), self.rotations(("gemm2",)))
-        first = LayerArgs(x, bank.w13[:local], bank.w2[:local], weights, ids, self.problem.local_expert_offset)
-        return [
-            replace(first, w13=bank.w13[offset : offset + local], w2=bank.w2[offset : offset + local])
-            for offset in offsets[:wanted]
-        ]
+        shape, offset = self.problem.shape, self.problem.local_expert_offset
+        call = {"x": x, "topk_weights": weights, "topk_ids": ids, "local_expert_offset": offset}
+        call |= given_scales(shape, str(x.device))
+        return [LayerArgs(**call, **bank.args(shape, first, local)) for first in offsets[:wanted]]
 
 
 def _local_slots(ids: NDArray[np.int32], problem: Problem) -> NDArray[np.int64]:
