@@ -9,14 +9,18 @@ runs a stage, or only compiles it for tensors on the `meta` device.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fitune.errors import InputError
+from fitune.families.registry import family_named
 from fitune.kernels import rows, sort
 from fitune.kernels.gemm import grouped_gemm_kernel
 from fitune.kernels.gemv import gemv_kernel
@@ -157,8 +161,8 @@ def run_layer(tactic: Tactic, args: LayerArgs, ws: Workspace, out: Tensor, launc
 
 
 def run_sort(family: str, tile_size: int, args: LayerArgs, ws: Workspace, launch: Launcher = run) -> None:
-    """Sort the slots by local expert and cut each expert's rows into tiles; gemv needs neither."""
-    if family == "gemv" or args.num_tokens == 0:
+    """Sort the slots by local expert and cut each expert's rows into tiles, for a family that needs it."""
+    if args.num_tokens == 0 or not family_named(family).sorts:
         return
     sort.sort_slots(
         args.topk_ids,
@@ -176,9 +180,33 @@ def run_sort(family: str, tile_size: int, args: LayerArgs, ws: Workspace, launch
 
 
 def run_stage(stage: Stage, args: LayerArgs, ws: Workspace, out: Tensor, launch: Launcher = run) -> None:
-    """Run one stage. gemm1 fills ws.hidden; gemm2 reads it and fills out [N, H]."""
+    """Run one stage. gemm1 fills ws.hidden; gemm2 reads it and fills out [N, H]. Raises InputError."""
     if args.num_tokens == 0:
         return
+    _launching_half(family_named(stage.family).launching)(stage, args, ws, out, launch)
+
+
+StageRunner = Callable[[Stage, LayerArgs, Workspace, Tensor, Launcher], None]
+
+
+@cache
+def _launching_half(where: str) -> StageRunner:
+    """The function that `package.module:function` names. Raises InputError."""
+    module, _, function = where.partition(":")
+    try:
+        found: StageRunner = getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"{where} cannot launch ({error}); fix or uninstall the package of that family") from error
+    return found
+
+
+def compiles_only(launch: Launcher) -> bool:
+    """Whether a launcher only compiles: then buffers hold nothing, and what is no kernel launch must not run."""
+    return bool(getattr(launch, "compiles_only", False))
+
+
+def run_own_stage(stage: Stage, args: LayerArgs, ws: Workspace, out: Tensor, launch: Launcher) -> None:
+    """The launching half of the families tile and gemv."""
     if stage.stage == "gemm1":
         _run_gemm1(stage, args, ws, launch)
     else:
@@ -186,8 +214,8 @@ def run_stage(stage: Stage, args: LayerArgs, ws: Workspace, out: Tensor, launch:
 
 
 def row_of_slots(family: str, args: LayerArgs, ws: Workspace) -> Tensor:
-    """[N * K] row of `hidden` that holds each slot, -1 for foreign slots. After run_sort, or any time for gemv."""
-    if family != "gemv":
+    """[N * K] row of `hidden` that holds each slot, -1 for foreign slots. After run_sort, if the family sorts."""
+    if family_named(family).sorts:
         return ws.row_of_slot[: args.num_slots]
     ids = args.topk_ids.reshape(-1).to(torch.int64) - args.local_expert_offset
     local = (ids >= 0) & (ids < args.local_experts) & (args.topk_ids.reshape(-1) >= 0)
@@ -197,7 +225,7 @@ def row_of_slots(family: str, args: LayerArgs, ws: Workspace) -> Tensor:
 
 def _run_gemm1(stage: Stage, args: LayerArgs, ws: Workspace, launch: Launcher) -> None:
     if stage.family == "gemv":
-        _gemv(stage.gemm, args.x, args.w13, ws.hidden, args, ws, launch, swiglu=True)
+        _gemv(stage.own_gemm, args.x, args.w13, ws.hidden, args, ws, launch, swiglu=True)
         return
     permute = stage.gather == "permute"
     fused = stage.activation == "fused"
@@ -216,7 +244,7 @@ def _run_gemm1(stage: Stage, args: LayerArgs, ws: Workspace, launch: Launcher) -
 def _run_gemm2(stage: Stage, args: LayerArgs, ws: Workspace, out: Tensor, launch: Launcher) -> None:
     n = args.num_tokens
     if stage.family == "gemv":
-        _gemv(stage.gemm, ws.hidden, args.w2, ws.expert_out, args, ws, launch, swiglu=False)
+        _gemv(stage.own_gemm, ws.hidden, args.w2, ws.expert_out, args, ws, launch, swiglu=False)
         rows.combine_slots(
             ws.expert_out, args.topk_ids, args.local_expert_offset, args.local_experts, args.topk_weights, out,
             launch=launch,
@@ -272,7 +300,7 @@ def _grouped_gemm(
     swiglu: bool,
     atomic: bool,
 ) -> None:
-    gemm, tile = stage.gemm, stage.tile_size
+    gemm, tile = stage.own_gemm, stage.tile_size
     _, n, k = weights.shape
     block_rows = gemm.block_n // 2 if swiglu else gemm.block_n
     # Tensors that no descriptor can describe are read through pointers: same result, another binary.

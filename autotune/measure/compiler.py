@@ -124,7 +124,7 @@ def meta_tensors(problem: Problem, target: Target) -> tuple[LayerArgs, Workspace
 
 
 def facts(collector: Collector, target: Target, *, report: bool) -> dict[str, Any]:
-    """What compiling says: shared memory and hash over all kernels; with `report`, details of the GEMM kernel."""
+    """What compiling says: shared memory and hash over all kernels; with `report`, details of our GEMM kernel."""
     found: dict[str, Any] = {"shared_bytes": collector.shared_bytes(), "binary": collector.binary()}
     if not report:
         return found
@@ -133,6 +133,8 @@ def facts(collector: Collector, target: Target, *, report: bool) -> dict[str, An
         for function, compiled in zip(collector.functions, collector.compiled, strict=True)
         if function.__module__.rpartition(".")[2] in ("gemm", "gemv")
     ]
+    if not gemms:
+        return found  # a library's GEMM
     assert len(gemms) == 1, "a stage launches one GEMM kernel"
     found["ptx_hash"] = code_hash(gemms[0])
     found["gemm_shared_bytes"] = int(gemms[0].metadata.shared)
