@@ -71,7 +71,7 @@ def test_different_tactics_have_different_texts(one: Tactic, other: Tactic) -> N
 
 @given(st.lists(library_gemms()))
 def test_library_gemms_sort_and_do_not_mind_the_order_of_options(found: list[LibraryGemm]) -> None:
-    assert sorted(found) == sorted(reversed(found))
+    assert sorted(found) == sorted(found[::-1])
     for gemm in found:
         assert LibraryGemm(gemm.options[::-1]) == gemm
         assert list(gemm.options) == sorted(gemm.options, key=lambda option: option[0])
@@ -95,7 +95,7 @@ def test_options_that_could_not_be_read_back_are_refused(options: tuple[tuple[st
 
 @pytest.mark.parametrize("text", ["auto,", "a=", "=1", "a=1,a=2", "a=1,,b=2", "a=b=c", "Auto", "a= 1"])
 def test_a_text_that_is_no_library_gemm_is_refused(text: str) -> None:
-    with pytest.raises(TacticSyntaxError, match="is no GEMM|is not a field|missing"):
+    with pytest.raises(TacticSyntaxError, match=r"is no GEMM|is not a field|missing"):
         parse_stage(f"vendor t1 g2:{text} fin:reduce")
 
 
