@@ -14,7 +14,8 @@ from torch import Tensor
 from fitune.errors import DispatchError
 from fitune.kernels import rows
 from fitune.kernels.launch import Launcher
-from fitune.kernels.layer import LayerArgs, Workspace, compiles_only
+from fitune.kernels.layer import LayerArgs, Workspace
+from fitune.kernels.plugin import compiles_only
 from fitune.tactic import Stage
 
 

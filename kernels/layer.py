@@ -9,22 +9,20 @@ runs a stage, or only compiles it for tensors on the `meta` device.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fitune.errors import InputError
 from fitune.families.registry import family_named
 from fitune.kernels import rows, sort
 from fitune.kernels.gemm import grouped_gemm_kernel
 from fitune.kernels.gemv import gemv_kernel
 from fitune.kernels.launch import Launcher, run
+from fitune.kernels.plugin import launching_half
 from fitune.problem import LayerShape
 from fitune.tactic import TILE_SIZES, GemmTactic, Stage, Tactic, max_tiles
 
@@ -183,26 +181,7 @@ def run_stage(stage: Stage, args: LayerArgs, ws: Workspace, out: Tensor, launch:
     """Run one stage. gemm1 fills ws.hidden; gemm2 reads it and fills out [N, H]. Raises InputError."""
     if args.num_tokens == 0:
         return
-    _launching_half(family_named(stage.family).launching)(stage, args, ws, out, launch)
-
-
-StageRunner = Callable[[Stage, LayerArgs, Workspace, Tensor, Launcher], None]
-
-
-@cache
-def _launching_half(where: str) -> StageRunner:
-    """The function that `package.module:function` names. Raises InputError."""
-    module, _, function = where.partition(":")
-    try:
-        found: StageRunner = getattr(import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"{where} cannot launch ({error}); fix or uninstall the package of that family") from error
-    return found
-
-
-def compiles_only(launch: Launcher) -> bool:
-    """Whether a launcher only compiles: then buffers hold nothing, and what is no kernel launch must not run."""
-    return bool(getattr(launch, "compiles_only", False))
+    launching_half(family_named(stage.family).launching)(stage, args, ws, out, launch)
 
 
 def run_own_stage(stage: Stage, args: LayerArgs, ws: Workspace, out: Tensor, launch: Launcher) -> None:

@@ -31,7 +31,7 @@ class Family(Protocol):
         function(stage, args: LayerArgs, ws: Workspace, out: Tensor, launch: Launcher) -> None
 
     gemm1 reads args.x and fills ws.hidden, gemm2 reads ws.hidden and fills out. It must not wait for the GPU, and
-    where `fitune.kernels.layer.compiles_only(launch)` is true it must compute nothing beside calling `launch`.
+    where `fitune.kernels.plugin.compiles_only(launch)` is true it must compute nothing beside calling `launch`.
 
     An instance must be hashable and must answer alike for its whole life: answers are cached.
     """

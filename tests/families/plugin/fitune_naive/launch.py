@@ -4,7 +4,8 @@ import torch
 from torch.nn.functional import silu
 
 from fitune.kernels.launch import Launcher
-from fitune.kernels.layer import LayerArgs, Workspace, compiles_only
+from fitune.kernels.layer import LayerArgs, Workspace
+from fitune.kernels.plugin import compiles_only
 from fitune.tactic import Stage
 
 
