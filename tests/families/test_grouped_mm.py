@@ -108,8 +108,8 @@ def test_weights_that_torch_does_not_take_are_named() -> None:
     wide = torch.zeros((3, 80, 75), dtype=torch.float16)
     with pytest.raises(DispatchError, match=r"w13 has strides \(6000, 75, 1\); .* pass contiguous weights"):
         run_layer(TACTIC, replace(args, w13=wide[..., :72]), ws, out)
+    thin = torch.zeros((3, 72, 80), dtype=torch.float16)[..., ::2]
     with pytest.raises(DispatchError, match="w2 has strides"):
-        thin = torch.zeros((3, 72, 80), dtype=torch.float16)[..., ::2]
         run_stage(TACTIC.stage("gemm2"), replace(args, w2=thin), ws, out)
 
 
