@@ -12,7 +12,7 @@ from typing import Final
 
 from fitune.cost import CostTerms, terms
 from fitune.problem import Problem
-from fitune.tactic import STAGES, Stage, StageName, Tactic
+from fitune.tactic import STAGES, LibraryGemm, Stage, StageName, Tactic
 from fitune.target import Target
 
 MATTERS: Final = 0.02
@@ -244,8 +244,10 @@ def _factor_sentence(away: Place, here: Place, foreign: Numbers, home: Numbers, 
 
 
 def _short(stage: Stage) -> str:
-    swap = " swapped" if stage.gemm.swap_ab else ""
     family = "" if stage.family == "tile" else f"{stage.family} "
+    if isinstance(stage.gemm, LibraryGemm):
+        return f"{family}{stage.gemm}"
+    swap = " swapped" if stage.gemm.swap_ab else ""
     return f"{family}t{stage.tile_size} x {stage.gemm.block_n}{swap}"
 
 

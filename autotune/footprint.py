@@ -34,24 +34,24 @@ def gemm_size(stage: Stage, shape: LayerShape) -> tuple[int, int]:
 
 def result_columns(stage: Stage) -> int:
     """Columns that one tile stores: half its weight rows where SwiGLU is fused."""
-    return stage.gemm.block_n // 2 if stage.activation == "fused" else stage.gemm.block_n
+    return stage.own_gemm.block_n // 2 if stage.activation == "fused" else stage.own_gemm.block_n
 
 
 def column_blocks(stage: Stage, shape: LayerShape) -> int:
     """Column blocks of the GEMM: programs per row tile."""
     n, _ = gemm_size(stage, shape)
-    return -(-n // stage.gemm.block_n)
+    return -(-n // stage.own_gemm.block_n)
 
 
 def k_steps(stage: Stage, shape: LayerShape) -> int:
     """Steps of the loop over the reduction length."""
     _, k = gemm_size(stage, shape)
-    return -(-k // stage.gemm.block_k)
+    return -(-k // stage.own_gemm.block_k)
 
 
 def step_bytes(stage: Stage, shape: LayerShape) -> int:
     """Bytes of both operands that one step loads."""
-    return (stage.tile_size + stage.gemm.block_n) * stage.gemm.block_k * shape.item_bytes
+    return (stage.tile_size + stage.own_gemm.block_n) * stage.own_gemm.block_k * shape.item_bytes
 
 
 def shared_memory_bytes(stage: Stage, shape: LayerShape, target: Target) -> int:
@@ -62,7 +62,7 @@ def shared_memory_bytes(stage: Stage, shape: LayerShape, target: Target) -> int:
     """
     if stage.family == "gemv":
         return 0
-    gemm = stage.gemm
+    gemm = stage.own_gemm
     pipeline = gemm.num_stages * step_bytes(stage, shape)
     if gemm.flatten and target.has_wgmma:
         return pipeline + FLAT_SCRATCH_BYTES_PER_THREAD * target.warp_size * gemm.num_warps
@@ -74,7 +74,7 @@ def accumulator_registers(stage: Stage, shape: LayerShape) -> int:
 
     For gemv those that hold the weights in flight: its accumulators are few.
     """
-    gemm = stage.gemm
+    gemm = stage.own_gemm
     threads = gemm.num_warps * 32
     if stage.family == "gemv":
         return gemm.block_n * gemm.block_k * shape.item_bytes * gemm.num_stages // (4 * threads)
@@ -83,7 +83,7 @@ def accumulator_registers(stage: Stage, shape: LayerShape) -> int:
 
 def programs_per_sm(stage: Stage, shape: LayerShape, target: Target) -> int:
     """Programs of the stage that one SM can hold at once: an estimate from shared memory, registers and threads."""
-    threads = stage.gemm.num_warps * target.warp_size
+    threads = stage.own_gemm.num_warps * target.warp_size
     registers = min(MAX_REGISTERS_PER_THREAD, accumulator_registers(stage, shape) + REGISTERS_BESIDE_ACCUMULATOR)
     by_registers = target.registers_per_sm // (threads * registers)
     by_shared = target.shared_bytes // (shared_memory_bytes(stage, shape, target) + RESERVED_SHARED_BYTES)
@@ -93,8 +93,8 @@ def programs_per_sm(stage: Stage, shape: LayerShape, target: Target) -> int:
 def programs_resident(stage: Stage, shape: LayerShape, target: Target) -> int:
     """Programs of the stage that the whole chip holds at once: no more than a persistent loop starts."""
     fit = programs_per_sm(stage, shape, target)
-    if stage.gemm.schedule == "persistent":
-        fit = min(fit, stage.gemm.programs_per_sm)
+    if stage.own_gemm.schedule == "persistent":
+        fit = min(fit, stage.own_gemm.programs_per_sm)
     return fit * target.num_sms
 
 
@@ -104,4 +104,4 @@ def programs_launched(stage: Stage, problem: Problem, num_sms: int) -> int:
     rows = problem.max_routed_rows
     tiles = rows if stage.family == "gemv" else max_tiles(rows, problem.local_experts, stage.tile_size)
     worst = tiles * blocks
-    return worst if stage.gemm.schedule == "grid" else min(worst, num_sms * stage.gemm.programs_per_sm)
+    return worst if stage.own_gemm.schedule == "grid" else min(worst, num_sms * stage.own_gemm.programs_per_sm)

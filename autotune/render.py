@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fitune.cells import Cell, grid_of
-from fitune.tactic import GemmTactic, Tactic
+from fitune.tactic import Gemm, LibraryGemm, Tactic
 
 if TYPE_CHECKING:
     from fitune.diff import DiffReport, DiffRow, Regret
@@ -41,8 +41,10 @@ def signed_percent(ratio: float | None) -> str:
     return "-" if ratio is None else f"{100.0 * ratio:+.1f}%"
 
 
-def compact_gemm(gemm: GemmTactic) -> str:
-    """A GEMM tactic in at most 23 columns: `256x64/g8/w4/s5/p1f/t`."""
+def compact_gemm(gemm: Gemm) -> str:
+    """A GEMM tactic in at most 23 columns: `256x64/g8/w4/s5/p1f/t`; a library's as it is."""
+    if isinstance(gemm, LibraryGemm):
+        return str(gemm)
     sizes = f"{gemm.block_n}x{gemm.block_k}/g{gemm.group_m}/w{gemm.num_warps}/s{gemm.num_stages}"
     loop = "grid" if gemm.schedule == "grid" else f"p{gemm.programs_per_sm}{'f' if gemm.flatten else ''}"
     flags = f"{'t' if gemm.loads == 'tma' else ''}{'x' if gemm.swap_ab else ''}"

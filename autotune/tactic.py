@@ -5,15 +5,17 @@
 `t64` is the tile_size. `256x64` is block_n x block_k, `g8` group_m, `w4` warps, `s5` pipeline stages, then the
 schedule: `grid`, or `p1` for a persistent loop with one program per SM (`p1f`: flattened into one loop). `tma` or
 `ptr` says how operands are loaded and a trailing `swap` that weights take the M side of the tensor core; `pdl`
-launches the kernel before its forerunner has ended, `tail4` cuts the tiles of a thin last round in four. fp8 layers add `quant:separate` where a kernel of its own quantises
-the hidden rows. A text with `g1:` or `g2:` alone is one stage of a tactic. A family other than `tile` is named first: `gemv t1 ...`.
+launches the kernel before its forerunner has ended, `tail4` cuts the tiles of a thin last round in four. fp8 layers
+add `quant:separate` where a kernel of its own quantises the hidden rows. A text with `g1:` or `g2:` alone is one stage
+of a tactic. A family other than `tile` is named first: `gemv t1 ...`. Where a library chooses inside its GEMM, that is
+written `g1:auto`, or with the options it was given `g1:align=128,mode=fast`.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, total_ordering
 from typing import Final, Literal
 
 from fitune.errors import TacticSyntaxError
@@ -28,6 +30,7 @@ Quantize = Literal["fused", "separate"]
 
 STAGES: Final[tuple[StageName, ...]] = ("gemm1", "gemm2")
 TILE_SIZES: Final[tuple[int, ...]] = (16, 32, 64, 128, 256)
+LIBRARY_CHOOSES: Final = "auto"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -64,6 +67,44 @@ class GemmTactic:
         )
 
 
+@total_ordering
+@dataclass(frozen=True, slots=True)
+class LibraryGemm:
+    """A GEMM that a library runs, with the options it is given: (name, value) pairs, kept sorted by name.
+
+    Names look like `align`; values are whole numbers of up to 18 digits, or words that begin with a letter (letters,
+    digits, `_`, `.`, `-`). Raises TacticSyntaxError on others.
+    """
+
+    options: tuple[tuple[str, str | int], ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.options]
+        if len(set(names)) < len(names):
+            raise TacticSyntaxError(f"library GEMM: option {', '.join(names)}: a name stands there twice")
+        for name, value in self.options:
+            if not _is_option(name, value):
+                raise TacticSyntaxError(
+                    f"library GEMM: {name}={value!r} is no option; write it like align=128 or mode=fast"
+                )
+        object.__setattr__(self, "options", tuple(sorted(self.options, key=lambda option: option[0])))
+
+    def __lt__(self, other: object) -> bool:
+        if not isinstance(other, LibraryGemm):
+            return NotImplemented
+        return self._rank() < other._rank()
+
+    def _rank(self) -> tuple[tuple[str, bool, str | int], ...]:
+        """Options with numbers before words, so that the two are never compared."""
+        return tuple((name, isinstance(value, str), value) for name, value in self.options)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={value}" for name, value in self.options) or LIBRARY_CHOOSES
+
+
+Gemm = GemmTactic | LibraryGemm
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """One GEMM's half of a tactic with the choices that belong to it: what is searched, compiled and timed alone.
@@ -75,7 +116,7 @@ class Stage:
     stage: StageName
     family: str
     tile_size: int
-    gemm: GemmTactic
+    gemm: Gemm
     gather: Gather | None = None
     activation: ActivationPlace | None = None
     finalize: Finalize | None = None
@@ -86,6 +127,12 @@ class Stage:
             assert self.gather is not None and self.activation is not None and self.finalize is None
         else:
             assert self.gather is None and self.activation is None and self.finalize is not None
+
+    @property
+    def own_gemm(self) -> GemmTactic:
+        """The GEMM of a family that runs fitune's kernels; an assertion for a library's."""
+        assert isinstance(self.gemm, GemmTactic), f"{self.family} has no GEMM of our kernels"
+        return self.gemm
 
     def __str__(self) -> str:
         if self.stage == "gemm1":
@@ -99,8 +146,8 @@ class Tactic:
 
     family: str
     tile_size: int
-    gemm1: GemmTactic
-    gemm2: GemmTactic
+    gemm1: Gemm
+    gemm2: Gemm
     gather: Gather = "fused"
     activation: ActivationPlace = "fused"
     finalize: Finalize = "reduce"
@@ -150,6 +197,9 @@ _GEMM: Final = re.compile(
     r"(?P<n>\d+)x(?P<k>\d+)/g(?P<g>\d+)/w(?P<w>\d+)/s(?P<s>\d+)/(?:grid|p(?P<p>\d+)(?P<f>f?))/(?P<l>tma|ptr)"
     r"(?P<swap>/swap)?(?P<pdl>/pdl)?(?:/tail(?P<tail>[2-9]))?"
 )
+_NUMBER: Final = re.compile(r"-?\d{1,18}")
+_WORD: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+_NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 _CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "gather": ("fused", "permute"),
     "act": ("fused", "separate"),
@@ -158,9 +208,32 @@ _CHOICES: Final[dict[str, tuple[str, ...]]] = {
 }
 
 
-def _parse_gemm(text: str, whole: str) -> GemmTactic:
+def _is_option(name: str, value: str | int) -> bool:
+    if isinstance(value, bool) or not _NAME.fullmatch(name):
+        return False
+    return bool((_NUMBER if isinstance(value, int) else _WORD).fullmatch(str(value)))
+
+
+def _parse_options(text: str) -> LibraryGemm | None:
+    """A library's GEMM, or None where the text is none."""
+    if text == LIBRARY_CHOOSES:
+        return LibraryGemm()
+    options: list[tuple[str, str | int]] = []
+    for word in text.split(","):
+        name, _, value = word.partition("=")
+        options.append((name, int(value) if _NUMBER.fullmatch(value) else value))
+    try:
+        return LibraryGemm(tuple(options))
+    except TacticSyntaxError:
+        return None
+
+
+def _parse_gemm(text: str, whole: str) -> Gemm:
     match = _GEMM.fullmatch(text)
     if match is None:
+        library = _parse_options(text)
+        if library is not None:
+            return library
         raise TacticSyntaxError(
             f"tactic {whole!r}: {text!r} is no GEMM; write it like 128x64/g8/w4/s3/p1f/tma or 128x64/g8/w4/s3/grid/ptr"
         )

@@ -30,7 +30,7 @@ from fitune.cache.checks import (
 from fitune.errors import ShapeError, TacticSyntaxError
 from fitune.problem import Key, LayerKey
 from fitune.record import Accuracy, Decision, Measurement, Member, Phase, Record, Regime, Status
-from fitune.tactic import GemmTactic, Stage, Tactic, parse_stage, parse_tactic
+from fitune.tactic import Gemm, LibraryGemm, Stage, Tactic, parse_stage, parse_tactic
 from fitune.target import Environment, Target
 
 T = TypeVar("T")
@@ -214,7 +214,9 @@ def _is_sane(value: int) -> bool:
     return 1 <= value <= MAX_TACTIC_NUMBER
 
 
-def _is_sane_gemm(gemm: GemmTactic) -> bool:
+def _is_sane_gemm(gemm: Gemm) -> bool:
+    if isinstance(gemm, LibraryGemm):
+        return all(isinstance(value, str) or abs(value) <= MAX_TACTIC_NUMBER for _, value in gemm.options)
     numbers = (gemm.block_n, gemm.block_k, gemm.group_m, gemm.num_warps, gemm.num_stages, gemm.programs_per_sm)
     return all(_is_sane(value) for value in numbers)
 

@@ -146,7 +146,15 @@ def _outer(rows, columns, SWAP: tl.constexpr):
 
 @triton.jit
 def _block_scales(
-    Scales, n, k, stride_n, stride_k, SPLIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, SWIGLU: tl.constexpr
+    Scales,
+    n,
+    k,
+    stride_n,
+    stride_k,
+    SPLIT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SWIGLU: tl.constexpr,
 ):
     """Scales of a block of weights in the group of column k: (gate, up) under SWIGLU, else one or [BLOCK_N], twice.
 
@@ -442,7 +450,7 @@ def grouped_gemm_kernel(
                 N, K, SPLIT, TOP_K, TILE, BLOCK_N, BLOCK_K, 1, GATHER, SWIGLU, ATOMIC, SCALES, QUANTIZE, FP8_MAX,
                 A_TMA, W_TMA, SWAP, WIDE, UPCAST,
             )  # fmt: skip
-        if TAIL > 1:
+        if TAIL > 1:  # noqa: SIM102 - decided when compiling
             if first < (total - whole) * TAIL:
                 _compute_tile(
                     whole + first // TAIL, first % TAIL, A, WTail, Out, AScale, WScale, OutScale, SlotOfRow,

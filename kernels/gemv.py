@@ -175,9 +175,7 @@ def gemv_kernel(
             if SCALES == "block":
                 quantized, x_scales = quantize_groups(x_k.reshape(BLOCK_K // SCALE_GROUP, SCALE_GROUP), 1, FP8_MAX)
                 x_k = to_e4m3(quantized, W.dtype.element_ty, UPCAST).to(tl.float32).reshape(BLOCK_K)
-                acc += _folded(
-                    block, _scaled(x_k, x_scales, w_scale, k, stride_ws_k, K, BLOCK_K), ROWS, BLOCK_K, FOLD
-                )
+                acc += _folded(block, _scaled(x_k, x_scales, w_scale, k, stride_ws_k, K, BLOCK_K), ROWS, BLOCK_K, FOLD)
                 if SWIGLU:
                     acc_up += _folded(
                         block_up, _scaled(x_k, x_scales, w_scale_up, k, stride_ws_k, K, BLOCK_K), ROWS, BLOCK_K, FOLD

@@ -17,10 +17,12 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fitune.families.registry import family_named
 from fitune.kernels import quantize, reference, rows, sort
 from fitune.kernels.gemm import grouped_gemm_kernel
 from fitune.kernels.gemv import gemv_kernel
 from fitune.kernels.launch import INTERPRETED, Launcher, pdl_options, run
+from fitune.kernels.plugin import launching_half
 from fitune.kernels.quantize import Quantized, fp8_max, scale_rows
 from fitune.problem import LayerShape, Scales
 from fitune.tactic import TILE_SIZES, GemmTactic, Stage, Tactic, max_tiles
@@ -54,9 +56,9 @@ class LayerArgs:
     int64 over all experts of the layer. Ids outside [local_expert_offset, local_expert_offset + L), -1 among them,
     belong to other ranks and contribute nothing. Any strides.
 
-    fp8 layers have e4m3 weights and float32 scales. `fp8_block128`: w13_scale [L, 2 * ceil(I / 128), ceil(H / 128)], gate
-    blocks first, w2_scale [L, ceil(H / 128), ceil(I / 128)]. `fp8_channel`: [L, 2I] and [L, H]. `fp8_tensor`: [L, 2] (gate,
-    up) and [L, 1], with x_scale and hidden_scale [1, 1] for the rows.
+    fp8 layers have e4m3 weights and float32 scales. `fp8_block128`: w13_scale [L, 2 * ceil(I / 128), ceil(H / 128)],
+    gate blocks first, w2_scale [L, ceil(H / 128), ceil(I / 128)]. `fp8_channel`: [L, 2I] and [L, H]. `fp8_tensor`:
+    [L, 2] (gate, up) and [L, 1], with x_scale and hidden_scale [1, 1] for the rows.
     """
 
     x: Tensor
@@ -210,8 +212,8 @@ def run_layer(tactic: Tactic, args: LayerArgs, ws: Workspace, out: Tensor, launc
 
 
 def run_sort(family: str, tile_size: int, args: LayerArgs, ws: Workspace, launch: Launcher = run) -> None:
-    """Sort the slots by local expert and cut each expert's rows into tiles; gemv needs neither."""
-    if family == "gemv" or args.num_tokens == 0:
+    """Sort the slots by local expert and cut each expert's rows into tiles, for a family that needs it."""
+    if args.num_tokens == 0 or not family_named(family).sorts:
         return
     sort.sort_slots(
         args.topk_ids,
@@ -229,9 +231,14 @@ def run_sort(family: str, tile_size: int, args: LayerArgs, ws: Workspace, launch
 
 
 def run_stage(stage: Stage, args: LayerArgs, ws: Workspace, out: Tensor, launch: Launcher = run) -> None:
-    """Run one stage. gemm1 fills ws.hidden; gemm2 reads it and fills out [N, H]."""
+    """Run one stage. gemm1 fills ws.hidden; gemm2 reads it and fills out [N, H]. Raises InputError."""
     if args.num_tokens == 0:
         return
+    launching_half(family_named(stage.family).launching)(stage, args, ws, out, launch)
+
+
+def run_own_stage(stage: Stage, args: LayerArgs, ws: Workspace, out: Tensor, launch: Launcher) -> None:
+    """The launching half of the families tile and gemv."""
     if stage.stage == "gemm1":
         _run_gemm1(stage, args, ws, launch)
     else:
@@ -239,8 +246,8 @@ def run_stage(stage: Stage, args: LayerArgs, ws: Workspace, out: Tensor, launch:
 
 
 def row_of_slots(family: str, args: LayerArgs, ws: Workspace) -> Tensor:
-    """[N * K] row of `hidden` that holds each slot, -1 for foreign slots. After run_sort, or any time for gemv."""
-    if family != "gemv":
+    """[N * K] row of `hidden` that holds each slot, -1 for foreign slots. After run_sort, if the family sorts."""
+    if family_named(family).sorts:
         return ws.row_of_slot[: args.num_slots]
     ids = args.topk_ids.reshape(-1).to(torch.int64) - args.local_expert_offset
     local = (ids >= 0) & (ids < args.local_experts) & (args.topk_ids.reshape(-1) >= 0)
@@ -250,7 +257,7 @@ def row_of_slots(family: str, args: LayerArgs, ws: Workspace) -> Tensor:
 
 def _run_gemm1(stage: Stage, args: LayerArgs, ws: Workspace, launch: Launcher) -> None:
     if stage.family == "gemv":
-        _gemv_gemm1(stage.gemm, args, ws, launch)
+        _gemv_gemm1(stage.own_gemm, args, ws, launch)
         return
     permute = stage.gather == "permute"
     fused = stage.activation == "fused"
@@ -293,7 +300,7 @@ def _gathered(args: LayerArgs, ws: Workspace, launch: Launcher, *, permute: bool
 
 def _run_gemm2(stage: Stage, args: LayerArgs, ws: Workspace, out: Tensor, launch: Launcher) -> None:
     if stage.family == "gemv":
-        _gemv_gemm2(stage.gemm, args, ws, out, launch)
+        _gemv_gemm2(stage.own_gemm, args, ws, out, launch)
         return
     source = hidden_q(args, ws) if args.scales else ws.hidden
     atomic = stage.finalize == "fused"
@@ -382,7 +389,7 @@ def _grouped_gemm(
     atomic: bool,
     split: int,
 ) -> None:
-    gemm, tile = stage.gemm, stage.tile_size
+    gemm, tile = stage.own_gemm, stage.tile_size
     _, n, k = weights.shape
     a, a_scale, a_strides = _parts(source)
     out, out_scale, out_strides = _parts(target)

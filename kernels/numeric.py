@@ -33,7 +33,7 @@ def to_e4m3(x, DTYPE: tl.constexpr, BY_HAND: tl.constexpr):
     mantissa, or multiples of the smallest step where the result is subnormal (2^-9, or 2^-10 in the fnuz form).
     """
     if BY_HAND:
-        STEPS: tl.constexpr = 1024.0 if DTYPE == tl.float8e4b8 else 512.0
+        STEPS: tl.constexpr = 1024.0 if DTYPE.exponent_bias == 8 else 512.0
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000
         small = (x * STEPS + 12582912.0) - 12582912.0

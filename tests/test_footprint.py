@@ -39,7 +39,7 @@ def test_programs_launched_are_those_of_the_launch(name: StageName, local_expert
 
 def test_only_a_grid_grows_with_what_might_be_routed_here() -> None:
     few, many = Problem(SHAPE, 2, 1024), Problem(SHAPE, 2, 16384)
-    for stage in pool(many, TARGET, "gemm2"):
+    for stage in (each for each in pool(many, TARGET, "gemm2") if each.family != "grouped_mm"):
         small, large = (programs_launched(stage, problem, TARGET.num_sms) for problem in (few, many))
         if stage.gemm.schedule == "grid":
             assert large > 8 * small

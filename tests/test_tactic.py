@@ -7,9 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fitune.errors import TacticSyntaxError
-from fitune.tactic import GemmTactic, Stage, Tactic, max_tiles, num_tiles, parse_stage, parse_tactic
+from fitune.tactic import GemmTactic, LibraryGemm, Stage, Tactic, max_tiles, num_tiles, parse_stage, parse_tactic
 
 SIZES = st.integers(1, 1024)
+WORDS = st.from_regex(r"[A-Za-z][A-Za-z0-9_.-]{0,12}", fullmatch=True)
+OPTIONS = st.dictionaries(
+    st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True), st.integers(-(10**17), 10**17) | WORDS, max_size=12
+)
+
+
+@st.composite
+def library_gemms(draw: st.DrawFn) -> LibraryGemm:
+    return LibraryGemm(tuple(draw(OPTIONS).items()))
 
 
 @st.composite
@@ -34,8 +43,8 @@ def tactics(draw: st.DrawFn) -> Tactic:
     return Tactic(
         family=draw(st.sampled_from(["tile", "gemv", "torch_grouped", "plugin2"])),
         tile_size=draw(st.integers(1, 512)),
-        gemm1=draw(gemms()),
-        gemm2=draw(gemms()),
+        gemm1=draw(gemms() | library_gemms()),
+        gemm2=draw(gemms() | library_gemms()),
         gather=draw(st.sampled_from(["fused", "permute"])),
         activation=draw(st.sampled_from(["fused", "separate"])),
         finalize=draw(st.sampled_from(["fused", "reduce"])),
@@ -58,6 +67,37 @@ def test_stages_read_back_and_join_to_the_tactic(tactic: Tactic) -> None:
 @given(tactics(), tactics())
 def test_different_tactics_have_different_texts(one: Tactic, other: Tactic) -> None:
     assert (str(one) == str(other)) is (one == other)
+
+
+@given(st.lists(library_gemms()))
+def test_library_gemms_sort_and_do_not_mind_the_order_of_options(found: list[LibraryGemm]) -> None:
+    backwards = found[::-1]
+    assert sorted(found) == sorted(backwards)
+    for gemm in found:
+        assert LibraryGemm(gemm.options[::-1]) == gemm
+        assert list(gemm.options) == sorted(gemm.options, key=lambda option: option[0])
+
+
+def test_a_library_gemm_is_written_with_its_options() -> None:
+    assert str(LibraryGemm()) == "auto"
+    assert str(LibraryGemm((("heuristic", 2), ("align", 128), ("mode", "fast")))) == "align=128,heuristic=2,mode=fast"
+    stage = parse_stage("grouped_mm t128 g2:align=128 fin:reduce")
+    assert stage.gemm == LibraryGemm((("align", 128),))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(("a", 1), ("a", 2)), (("A", 1),), (("", 1),), (("a", ""),), (("a", "1"),), (("a", "x,y"),), (("a", True),)],
+)
+def test_options_that_could_not_be_read_back_are_refused(options: tuple[tuple[str, str | int], ...]) -> None:
+    with pytest.raises(TacticSyntaxError):
+        LibraryGemm(options)
+
+
+@pytest.mark.parametrize("text", ["auto,", "a=", "=1", "a=1,a=2", "a=1,,b=2", "a=b=c", "Auto", "a= 1"])
+def test_a_text_that_is_no_library_gemm_is_refused(text: str) -> None:
+    with pytest.raises(TacticSyntaxError, match=r"is no GEMM|is not a field|missing"):
+        parse_stage(f"vendor t1 g2:{text} fin:reduce")
 
 
 def test_fields_may_come_in_any_order() -> None:

@@ -22,6 +22,7 @@ from fitune.diff.join import Align, Joined, join
 from fitune.diff.pair import Pair
 from fitune.diff.report import DiffReport, DiffRow, Evidence, NoPartner, Same
 from fitune.diff.sides import Cell, Side, SideIndex
+from fitune.diff.spaces import OPTIONS
 from fitune.diff.verdict import Verdict
 from fitune.problem import Key
 from fitune.tactic import STAGES, GemmTactic, Tactic
@@ -119,12 +120,16 @@ def _lonely(joined: Joined, a: Cell | None, b: Cell | None, absent: str) -> Diff
 
 
 def differing_fields(a: Tactic, b: Tactic) -> tuple[str, ...]:
-    """Names of the fields in which two tactics differ, a GEMM's own as `gemm1.block_n`."""
+    """Names of the fields in which two tactics differ, a GEMM's own as `gemm1.block_n`, a library's `gemm1.options`."""
     own = ("family", "tile_size", "gather", "activation", "finalize")
     names = [name for name in own if getattr(a, name) != getattr(b, name)]
     for stage in STAGES:
         first, second = getattr(a, stage), getattr(b, stage)
-        names += [f"{stage}.{f.name}" for f in fields(GemmTactic) if getattr(first, f.name) != getattr(second, f.name)]
+        if isinstance(first, GemmTactic) and isinstance(second, GemmTactic):
+            differing = [f.name for f in fields(GemmTactic) if getattr(first, f.name) != getattr(second, f.name)]
+            names += [f"{stage}.{name}" for name in differing]
+        elif first != second:
+            names.append(f"{stage}.{OPTIONS}")
     return tuple(names)
 
 

@@ -14,6 +14,7 @@ from typing import Final, Literal
 
 from fitune.cost import predict_us
 from fitune.diff.sides import Cell
+from fitune.families import find_family, runs_sort
 from fitune.measure.recording import COMPOSED
 from fitune.record import Measurement, Record, Regime
 from fitune.tactic import STAGES, Stage, Tactic
@@ -270,7 +271,7 @@ def _sort_times(host: Cell) -> Sorts:
 
 def _sort_us(tactic: Tactic, sorts: Sorts) -> float | None:
     """The sort of this tactic, or of the nearest tile size of its family; nothing is sorted for single rows."""
-    if tactic.tile_size == 1:
+    if not runs_sort(tactic.family, tactic.tile_size):
         return 0.0
     near = [tile for family, tile in sorts if family == tactic.family]
     if not near:
@@ -290,7 +291,7 @@ def _composition_spread(host: Cell, regime: Regime, sorts: Sorts) -> float:
 
 def _predicted(tactic: Tactic, host: Cell) -> Regret | None:
     target = host.target
-    if target is None:
+    if target is None or any(find_family(choice.family) is None for choice in (tactic, host.tactic)):
         return None
     time, reference = (
         sum(predict_us(choice.stage(name), host.problem, target) for name in STAGES) for choice in (tactic, host.tactic)

@@ -13,7 +13,7 @@ from typing import ClassVar, Final, Literal
 
 from fitune.diff.pair import Pair
 from fitune.diff.sides import Cell
-from fitune.diff.spaces import GEMM_AXES, STAGE_AXES, is_resource, refusal, value_on
+from fitune.diff.spaces import STAGE_AXES, gemm_axes, is_resource, refusal, value_on
 from fitune.diff.verdict import Verdict
 from fitune.record import Status
 from fitune.tactic import STAGES, Stage
@@ -91,7 +91,7 @@ def _by_records(stage: Stage, guest: Cell, host: Cell) -> _Found | None:
         return None
     there = [other for other in guest.stages_tried if other.stage == name]
     swept = host.swept
-    for axes in _axes(swept):
+    for axes in _axes(stage, swept):
         wanted = tuple(value_on(stage, axis) for axis in axes)
         if wanted in host.index.values_known(name, axes):
             continue
@@ -107,9 +107,9 @@ def _by_records(stage: Stage, guest: Cell, host: Cell) -> _Found | None:
     return None
 
 
-def _axes(swept: bool) -> Iterable[tuple[str, ...]]:
+def _axes(stage: Stage, swept: bool) -> Iterable[tuple[str, ...]]:
     """Single axes; after an exhaustive sweep pairs of them too, as a sampler may well avoid a pair."""
-    axes = (*STAGE_AXES, *GEMM_AXES)
+    axes = (*STAGE_AXES, *gemm_axes(stage))
     yield from ((axis,) for axis in axes)
     if swept:
         yield from combinations(axes, 2)

@@ -10,6 +10,7 @@ from fitune.diff.pair import Pair
 from fitune.diff.sides import Cell
 from fitune.diff.verdict import Verdict, percent
 from fitune.explain import Mechanism, Place, mechanism
+from fitune.families import find_family
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,9 @@ def find(pair: Pair) -> Real | None:
 
 def _mechanism(guest: Cell, host: Cell, ratio: float) -> Mechanism | None:
     away, here = _place(guest), _place(host)
-    return None if away is None or here is None else mechanism(away, here, ratio)
+    if away is None or here is None or any(find_family(place.tactic.family) is None for place in (away, here)):
+        return None
+    return mechanism(away, here, ratio)
 
 
 def _place(cell: Cell) -> Place | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from fitune import space
+from fitune.families import family_named
 from fitune.problem import Problem
-from fitune.tactic import TILE_SIZES, GemmTactic, Stage
+from fitune.tactic import GemmTactic, LibraryGemm, Stage
 from fitune.target import Target
 
 GEMM_AXES: Final = (
@@ -22,6 +24,8 @@ GEMM_AXES: Final = (
     "loads",
     "swap_ab",
 )
+OPTIONS: Final = "options"
+"""The one axis of a GEMM that a library runs."""
 STAGE_AXES: Final = ("family", "tile_size", "gather", "activation", "finalize")
 
 
@@ -38,7 +42,7 @@ def refusal(stage: Stage, problem: Problem, target: Target) -> Refusal | None:
     reason = space.legality(stage, problem, target)
     if reason:
         return Refusal("illegal" if is_resource(reason) else "dropped", reason)
-    for axis, values in _axes(stage).items():
+    for axis, values in _axes(stage, problem, target).items():
         if value_on(stage, axis) not in values:
             listed = ", ".join(_word(value) for value in values)
             return Refusal(
@@ -52,32 +56,35 @@ def is_resource(reason: str) -> bool:
     return space.rule_of(reason) in space.RESOURCE_RULES
 
 
+def gemm_axes(stage: Stage) -> tuple[str, ...]:
+    """Axes of the stage's GEMM."""
+    return (OPTIONS,) if isinstance(stage.gemm, LibraryGemm) else GEMM_AXES
+
+
 def value_on(stage: Stage, axis: str) -> Any:
-    """A stage's value on one axis; `loop` joins the persistent loop's three."""
+    """A stage's value on one axis; None on an axis of another kind of GEMM.
+
+    `loop` joins the persistent loop's three, `options` is the text of a library's GEMM.
+    """
     gemm = stage.gemm
+    if isinstance(gemm, LibraryGemm):
+        return str(gemm) if axis == OPTIONS else getattr(stage, axis) if axis in STAGE_AXES else None
+    if axis == OPTIONS:
+        return None
     if axis == "loop":
         return (gemm.schedule, gemm.programs_per_sm, gemm.flatten)
     return getattr(gemm if axis in GEMM_AXES else stage, axis)
 
 
-def _axes(stage: Stage) -> dict[str, tuple[Any, ...]]:
-    if stage.family == "gemv":
-        return {
-            "block_n": space.gemv_block_n(stage.stage),
-            "block_k": space.GEMV_BLOCK_K,
-            "num_warps": space.GEMV_WARPS,
-            "loop": space.GEMV_LOOPS,
-        }
-    return {
-        "tile_size": TILE_SIZES,
-        "block_n": space.BLOCK_N,
-        "block_k": space.BLOCK_K,
-        "num_warps": space.NUM_WARPS,
-        "num_stages": space.NUM_STAGES,
-        "loop": space.LOOPS,
-        "loads": space.LOADS,
-        "group_m": space.GROUP_M,
-    }
+def _axes(stage: Stage, problem: Problem, target: Target) -> Mapping[str, Sequence[Any]]:
+    """Values tried on each axis: what the family lists, or what its enumeration holds where it lists none."""
+    family = family_named(stage.family)
+    axes = family.axes(stage.stage)
+    if axes:
+        return axes
+    members = list(family.stages(problem.shape, target, stage.stage))
+    names = ("tile_size", *gemm_axes(stage))
+    return {name: tuple(dict.fromkeys(value_on(member, name) for member in members)) for name in names}
 
 
 def _word(value: Any) -> str:

@@ -9,6 +9,7 @@ from typing import ClassVar, Final
 from fitune.diff.pair import Pair
 from fitune.diff.sides import Cell
 from fitune.diff.verdict import FieldDifference, Verdict
+from fitune.families import find_family
 from fitune.problem import Key
 from fitune.tactic import STAGES, Stage, Tactic
 
@@ -74,13 +75,19 @@ def _binaries(pair: Pair) -> Iterator[BinaryDifference]:
     stages = [whole.stage(name) for whole in wholes for name in STAGES]
     a_key, b_key = pair.a.key, pair.b.key
     same_tokens = a_key.num_tokens == b_key.num_tokens
-    tactics: list[Tactic | Stage] = [stage for stage in stages if same_tokens or stage.family != "gemv"]
+    tactics: list[Tactic | Stage] = [stage for stage in stages if same_tokens or not _differs_by_tokens(stage)]
     if same_tokens and a_key.layer.local_experts == b_key.layer.local_experts:
         tactics += wholes
     for tactic in dict.fromkeys(tactics):
         a, b = _hashes(pair.a, tactic), _hashes(pair.b, tactic)
         if a and b and not set(a) & set(b):
             yield BinaryDifference(tactic, a[-1], b[-1])
+
+
+def _differs_by_tokens(stage: Stage) -> bool:
+    """Whether its binary may differ between token counts; a family that is not installed may do anything."""
+    family = find_family(stage.family)
+    return family is None or family.binary_depends_on_tokens
 
 
 def _hashes(cell: Cell, tactic: Tactic | Stage) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
+from fitune.families import family_named
 from fitune.kernels.layer import LayerArgs, run_layer, run_sort, run_stage
 from fitune.measure import build
 from fitune.measure.device import Gauge
@@ -194,9 +195,7 @@ class Bench:
         """Compile, run on poisoned buffers and compare the whole layer: (accuracy, binary)."""
         inputs, args = self.inputs, self.inputs.args[0]
         self._compiling = True
-        collector = build.Collector()
-        run_layer(tactic, args, inputs.ws, inputs.out, launch=collector)
-        binary = self._built(collector)
+        binary = self._built(build.compile_layer_launches(tactic, args, inputs.ws, inputs.out))
         self._launching()
         inputs.poison(*BOTH)
         self._hidden = self._sorted = ""
@@ -219,7 +218,7 @@ class Bench:
         for name in BOTH:
             stage = tactic.stage(name)
             regions[name] = self._record_calls((name,), partial(run_stage, stage, ws=inputs.ws, out=inputs.out))
-        if tactic.family != "gemv":
+        if family_named(tactic.family).sorts:
             regions["sort"] = self._record_calls(
                 (), lambda each: run_sort(tactic.family, tactic.tile_size, each, inputs.ws)
             )

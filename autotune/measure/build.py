@@ -7,20 +7,27 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from fitune.kernels.layer import LayerArgs, Workspace, run_sort, run_stage
+from fitune.families import family_named
+from fitune.kernels.layer import LayerArgs, Workspace, run_layer, run_sort, run_stage
 from fitune.record import Status
-from fitune.tactic import Stage
+from fitune.tactic import Stage, Tactic
 
 ERROR_CHARACTERS: Final = 300
 _NOT_CODE: Final = (".loc", ".file", "//", "$L__tmp", "$L__func_begin", "$L__func_end")
 
 
 class Collector:
-    """A launcher that compiles instead of launching and keeps what came out."""
+    """A launcher that compiles instead of launching and keeps what came out.
+
+    `versions` names code that is no compiled kernel, such as a library's: part of what tells binaries apart.
+    """
+
+    compiles_only: Final = True
 
     def __init__(self) -> None:
         self.functions: list[Any] = []
         self.compiled: list[Any] = []
+        self.versions: list[str] = []
 
     def __call__(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], meta: Mapping[str, Any]) -> None:
         compiled = kernel.warmup(*args, grid=grid, **meta)
@@ -29,10 +36,11 @@ class Collector:
             self.compiled.append(compiled)
 
     def binary(self) -> str:
-        """Hash over all kernels compiled, in order; empty when nothing was (interpreter)."""
-        if not self.compiled:
+        """Hash over all kernels compiled, in order, and versions; empty when there is nothing (interpreter)."""
+        if not self.compiled and not self.versions:
             return ""
-        return hashlib.sha256("".join(code_hash(kernel) for kernel in self.compiled).encode()).hexdigest()[:16]
+        parts = [*(code_hash(kernel) for kernel in self.compiled), *self.versions]
+        return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
     def shared_bytes(self) -> int:
         """The most shared memory a program of any of the kernels uses."""
@@ -43,7 +51,21 @@ def compile_stage_launches(stage: Stage, args: LayerArgs, ws: Workspace, out: An
     """Compile everything that `stage` launches on these tensors (which may be on the meta device), sort apart."""
     collector = Collector()
     run_stage(stage, args, ws, out, launch=collector)
+    collector.versions += _versions(stage.family)
     return collector
+
+
+def compile_layer_launches(tactic: Tactic, args: LayerArgs, ws: Workspace, out: Any) -> Collector:
+    """Compile everything that the whole layer launches, the sort included."""
+    collector = Collector()
+    run_layer(tactic, args, ws, out, launch=collector)
+    collector.versions += _versions(tactic.family)
+    return collector
+
+
+def _versions(family: str) -> list[str]:
+    text = family_named(family).code_version()
+    return [text] if text else []
 
 
 def compile_sort_launches(family: str, tile_size: int, args: LayerArgs, ws: Workspace) -> Collector:

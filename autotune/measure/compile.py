@@ -10,6 +10,7 @@ from heapq import heappop, heappush
 from typing import Any, Final
 
 from fitune.errors import MeasureError
+from fitune.families import family_named
 from fitune.measure.child import ChildDied, ChildProcess, ChildTimeout
 from fitune.measure.protocol import Outcome
 from fitune.measure.wire import problem_to_wire, target_to_wire
@@ -223,8 +224,8 @@ class CompilePool:
 
 
 def job_key(problem: Problem, stage: Stage) -> JobKey:
-    """What the binaries of a stage depend on: nothing of the load, but the number of slots in gemv."""
-    return problem.shape, str(stage), problem.num_tokens if stage.family == "gemv" else 0
+    """What the binaries of a stage depend on: nothing of the load, but the token count where the family says so."""
+    return problem.shape, str(stage), problem.num_tokens if family_named(stage.family).binary_depends_on_tokens else 0
 
 
 def compile_environment() -> dict[str, str]:

@@ -124,14 +124,17 @@ def meta_tensors(problem: Problem, target: Target) -> tuple[LayerArgs, Workspace
         **given_scales(shape, "meta"),
     )
     if shape.scales:
-        sizes = scale_shape(shape, 2 * intermediate, hidden, intermediate), scale_shape(shape, hidden, intermediate, hidden)
+        sizes = (
+            scale_shape(shape, 2 * intermediate, hidden, intermediate),
+            scale_shape(shape, hidden, intermediate, hidden),
+        )
         args.w13_scale, args.w2_scale = (empty(local, *size, of=torch.float32) for size in sizes)
     workspace = Workspace.allocate(shape, local, tokens, "meta", num_sms=target.num_sms, fp8=fp8)
     return args, workspace, torch.empty_like(args.x)
 
 
 def facts(collector: Collector, target: Target, *, report: bool) -> dict[str, Any]:
-    """What compiling says: shared memory and hash over all kernels; with `report`, details of the GEMM kernel."""
+    """What compiling says: shared memory and hash over all kernels; with `report`, details of our GEMM kernel."""
     found: dict[str, Any] = {"shared_bytes": collector.shared_bytes(), "binary": collector.binary()}
     if not report:
         return found
@@ -140,6 +143,8 @@ def facts(collector: Collector, target: Target, *, report: bool) -> dict[str, An
         for function, compiled in zip(collector.functions, collector.compiled, strict=True)
         if function.__module__.rpartition(".")[2] in ("gemm", "gemv")
     ]
+    if not gemms:
+        return found  # a library's GEMM
     assert len(gemms) == 1, "a stage launches one GEMM kernel"
     found["ptx_hash"] = code_hash(gemms[0])
     found["gemm_shared_bytes"] = int(gemms[0].metadata.shared)

@@ -310,7 +310,7 @@ class ProblemInputs:
         offsets = disjoint_offsets(self.load.active, local, MAX_ROTATIONS, bank.experts)
         wanted = max(self.rotations(("gemm1",)), self.rotations(("gemm2",)))
         shape, offset = self.problem.shape, self.problem.local_expert_offset
-        call = {"x": x, "topk_weights": weights, "topk_ids": ids, "local_expert_offset": offset}
+        call: dict[str, Any] = {"x": x, "topk_weights": weights, "topk_ids": ids, "local_expert_offset": offset}
         call |= given_scales(shape, str(x.device))
         return [LayerArgs(**call, **bank.args(shape, first, local)) for first in offsets[:wanted]]
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from fitune.cache.recording import Recording
 from fitune.errors import StoreError
+from fitune.families import runs_sort
 from fitune.measure.protocol import Outcome
 from fitune.problem import Key, LayerKey, Problem, key_of
 from fitune.record import Decision, Measurement, Record, Regime, Status
@@ -128,7 +129,7 @@ class RecordingMeasurer:
 
     def _sort_us(self, key: Key, tactic: Tactic) -> float:
         """Recorded sort time of the nearest tile_size on this key; 0 for a family that does not sort, or unknown."""
-        if tactic.tile_size == 1:
+        if not runs_sort(tactic.family, tactic.tile_size):
             return 0.0
         known = [
             (abs(math.log2(layer.tile_size / tactic.tile_size)), part_us)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from fitune.footprint import step_bytes
+from fitune.families import find_family
 from fitune.measure.protocol import Outcome
 from fitune.problem import Key, LayerShape
 from fitune.record import Decision, Measurement, Member
@@ -118,5 +118,6 @@ def _effort(tactic: Tactic, shape: LayerShape, used_stages: Collection[Stage]) -
     stages = [tactic.stage(name) for name in STAGES]
     new = sum(stage not in used_stages for stage in stages)
     launches = (tactic.gather == "permute") + (tactic.activation == "separate") + (tactic.finalize == "fused")
-    flight = sum(stage.gemm.num_stages * step_bytes(stage, shape) for stage in stages)
+    families = [(find_family(stage.family), stage) for stage in stages]
+    flight = sum(family.bytes_in_flight(stage, shape) for family, stage in families if family is not None)
     return new, launches, flight, str(tactic)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -11,7 +12,7 @@ import optuna
 from numpy.typing import NDArray
 from optuna.distributions import CategoricalDistribution
 
-from fitune.tactic import Stage
+from fitune.tactic import GemmTactic, LibraryGemm, Stage
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -36,6 +37,10 @@ FEATURES: Final[tuple[str, ...]] = (
 )
 
 
+GEMM_COLUMNS: Final = 10
+"""Features of our GEMM's own fields, behind tile_size."""
+
+
 class Head(NamedTuple):
     """What both GEMMs of a tactic must share."""
 
@@ -48,21 +53,27 @@ def head_of(stage: Stage) -> Head:
 
 
 def stage_params(stage: Stage) -> dict[str, Value]:
-    """The stage as one Optuna parameter per field; `loop` joins schedule, programs per SM and flatten."""
+    """The stage as one Optuna parameter per field; `loop` joins schedule, programs per SM and flatten.
+
+    A library's GEMM has its options as `loop` and nothing in the other fields of a GEMM, so that pools may mix both.
+    """
     gemm = stage.gemm
-    loop = "grid" if gemm.schedule == "grid" else f"p{gemm.programs_per_sm}{'f' if gemm.flatten else ''}"
-    params: dict[str, Value] = {
-        "family": stage.family,
-        "tile_size": stage.tile_size,
-        "block_n": gemm.block_n,
-        "block_k": gemm.block_k,
-        "group_m": gemm.group_m,
-        "num_warps": gemm.num_warps,
-        "num_stages": gemm.num_stages,
-        "loop": loop,
-        "loads": gemm.loads,
-        "swap_ab": gemm.swap_ab,
-    }
+    params: dict[str, Value] = {"family": stage.family, "tile_size": stage.tile_size}
+    if isinstance(gemm, LibraryGemm):
+        params |= dict.fromkeys(("block_n", "block_k", "group_m", "num_warps", "num_stages"), 0)
+        params |= {"loop": str(gemm), "loads": "", "swap_ab": False}
+    else:
+        loop = "grid" if gemm.schedule == "grid" else f"p{gemm.programs_per_sm}{'f' if gemm.flatten else ''}"
+        params |= {
+            "block_n": gemm.block_n,
+            "block_k": gemm.block_k,
+            "group_m": gemm.group_m,
+            "num_warps": gemm.num_warps,
+            "num_stages": gemm.num_stages,
+            "loop": loop,
+            "loads": gemm.loads,
+            "swap_ab": gemm.swap_ab,
+        }
     for name, value in (("gather", stage.gather), ("activation", stage.activation), ("finalize", stage.finalize)):
         if value is not None:
             params[name] = value
@@ -72,9 +83,14 @@ def stage_params(stage: Stage) -> dict[str, Value]:
 def stage_features(stage: Stage) -> list[float]:
     """Numbers in units of about one natural step each, in the order of FEATURES; they tell any two stages apart."""
     gemm = stage.gemm
+    numbers = _option_features(gemm) if isinstance(gemm, LibraryGemm) else _gemm_features(gemm)
+    places = (stage.gather == "permute", stage.activation == "separate", stage.finalize == "fused")
+    return [math.log2(stage.tile_size), *numbers, *map(float, places), _family_feature(stage)]
+
+
+def _gemm_features(gemm: GemmTactic) -> list[float]:
     persistent = gemm.schedule == "persistent"
     return [
-        math.log2(stage.tile_size),
         math.log2(gemm.block_n),
         math.log2(gemm.block_k),
         float(gemm.num_stages),
@@ -85,11 +101,30 @@ def stage_features(stage: Stage) -> list[float]:
         float(gemm.flatten),
         float(gemm.loads == "tma"),
         float(gemm.swap_ab),
-        float(stage.gather == "permute"),
-        float(stage.activation == "separate"),
-        float(stage.finalize == "fused"),
-        0.0 if stage.family == "tile" else 3.0,
     ]
+
+
+def _option_features(gemm: LibraryGemm) -> list[float]:
+    """A library's options in the columns of our GEMM's fields, which mean nothing for it; the last ones add up."""
+    columns = [0.0] * GEMM_COLUMNS
+    for place, (_, value) in enumerate(gemm.options):
+        step = _spread(value) if isinstance(value, str) else math.copysign(math.log2(1 + abs(value)), value)
+        columns[min(place, GEMM_COLUMNS - 1)] += step
+    return columns
+
+
+def _family_feature(stage: Stage) -> float:
+    """Tile 0, gemv 3, others beyond: near one another, and apart by name and by which options they have."""
+    known = {"tile": 0.0, "gemv": 3.0}
+    if stage.family in known:
+        return known[stage.family]
+    names = [name for name, _ in stage.gemm.options] if isinstance(stage.gemm, LibraryGemm) else []
+    return 6.0 + _spread(" ".join([stage.family, *names]))
+
+
+def _spread(text: str) -> float:
+    """A number from 0 to 2 for a text, the same in every process."""
+    return zlib.crc32(text.encode()) / 2.0**31
 
 
 class StagePool:

@@ -193,6 +193,8 @@ def smallest_of_each_class(name: StageName, tile_size: int) -> tuple[Stage, ...]
     for arch in ("sm_90", "sm_80", "sm_100"):
         for tokens in (1, 32, 128, 512, 2048):
             for stage in space.pool(Problem(shape, 8, tokens), KNOWN_TARGETS[arch], name):
+                if stage.family == "grouped_mm":
+                    continue
                 known = best.get(class_of(stage))
                 if stage.tile_size == tile_size and (known is None or cost(stage) < cost(known)):
                     best[class_of(stage)] = stage
