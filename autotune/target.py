@@ -45,8 +45,8 @@ class Target:
 
     @property
     def has_fp8(self) -> bool:
-        """e4m3 operands on the tensor core."""
-        return self.capability >= 89 or self.arch.startswith(("gfx94", "gfx95"))
+        """e4m3 operands on the tensor core; on `cpu`, kernels are interpreted and compute what any chip would."""
+        return self.capability >= 89 or self.arch.startswith(("gfx94", "gfx95", "cpu"))
 
     @property
     def has_wgmma(self) -> bool:

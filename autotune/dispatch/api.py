@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fitune.dispatch.binding import dtype_name
 from fitune.dispatch.dispatcher import Dispatcher, Policy
 from fitune.dispatch.ops import fused_moe_op
 from fitune.dispatch.runtime import DEFAULT
+from fitune.dispatch.scales import ScaleTensors, gathered, layer_dtype
 from fitune.errors import DispatchError
 from fitune.misses import MISS_LOG_NAME
-from fitune.problem import DTYPES, Dispatch, LayerShape
+from fitune.problem import Dispatch, LayerShape
 from fitune.settings import data_directory
 
 
@@ -32,12 +32,21 @@ def fused_moe(
     policy: Policy = "explain",
     miss_log: Path | str | None = None,
     out: Tensor | None = None,
+    w13_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    hidden_scale: Tensor | None = None,
 ) -> Tensor:
     """One rank's part of an MoE layer, [N, H], with the tactics tuned for it.
 
     x [N, H]; w13 [L, 2I, H], gate rows first; w2 [L, H, I]; topk_weights [N, K] float32; topk_ids [N, K] int32 or
     int64 over all `num_experts` experts. The rank holds experts [local_expert_offset, local_expert_offset + L); slots
     of other experts, and -1, contribute nothing.
+
+    fp8 layers: w13 and w2 in the e4m3 form of the chip, x and the result bf16, and scales, float32; their shapes tell
+    the scheme. `fp8_block128`: w13_scale [L, 2 * ceil(I / 128), ceil(H / 128)], gate blocks first, w2_scale
+    [L, ceil(H / 128), ceil(I / 128)]. `fp8_channel`: [L, 2I] and [L, H]. `fp8_tensor`: [L, 2] (gate, up) and [L, 1],
+    with x_scale and hidden_scale [1, 1]; the other schemes take the scales of rows from the rows.
 
     store: a store or table file; None is the default store (see fitune.settings) where there is one. It is read at
     the first call that needs it and kept; `forget()` drops what is kept. miss_log: where misses are written; None is
@@ -46,16 +55,20 @@ def fused_moe(
     """
     if torch.compiler.is_compiling():
         texts = (str(store or ""), str(dispatch), routing or "", str(policy), str(miss_log or ""))
-        result: Tensor = fused_moe_op(x, w13, w2, topk_weights, topk_ids, num_experts, local_expert_offset, *texts)
+        layer = (x, w13, w2, topk_weights, topk_ids, num_experts, local_expert_offset)
+        result: Tensor = fused_moe_op(*layer, *texts, w13_scale, w2_scale, x_scale, hidden_scale)
         return result if out is None else out.copy_(result)
+    scales = gathered(w13_scale, w2_scale, x_scale, hidden_scale)
     options = (num_experts, local_expert_offset, store, dispatch, routing, policy, miss_log)
-    return dispatcher_of(x, w13, topk_ids, *options)(x, w13, w2, topk_weights, topk_ids, out)
+    dispatcher = dispatcher_of(x, w13, topk_ids, scales, *options)
+    return dispatcher(x, w13, w2, topk_weights, topk_ids, out, *scales)
 
 
 def dispatcher_of(
     x: Tensor,
     w13: Tensor,
     topk_ids: Tensor,
+    scales: ScaleTensors,
     num_experts: int,
     local_expert_offset: int,
     store: Path | str | None,
@@ -67,12 +80,12 @@ def dispatcher_of(
     """The kept dispatcher of such calls, made at the first of them. Raises DispatchError and StoreError."""
     options = (num_experts, local_expert_offset, store, dispatch, routing, policy, miss_log)
     try:
-        key = (x.shape[1:], x.dtype, x.device, w13.shape, topk_ids.shape[1:], options)
+        key = (x.shape[1:], x.dtype, x.device, w13.shape, w13.dtype, topk_ids.shape[1:], options, *map(_shape, scales))
     except AttributeError as error:
-        raise DispatchError("x, w13 and topk_ids must be torch tensors; give tensors") from error
+        raise DispatchError("x, w13, topk_ids and scales must be torch tensors; give tensors") from error
     dispatcher = DEFAULT.dispatchers.get(key)
     if dispatcher is None:
-        dispatcher = DEFAULT.dispatchers[key] = _make_dispatcher(x, w13, topk_ids, *options)
+        dispatcher = DEFAULT.dispatchers[key] = _make_dispatcher(x, w13, topk_ids, scales, *options)
     return dispatcher
 
 
@@ -85,6 +98,7 @@ def _make_dispatcher(
     x: Tensor,
     w13: Tensor,
     topk_ids: Tensor,
+    scales: ScaleTensors,
     num_experts: int,
     local_expert_offset: int,
     store: Path | str | None,
@@ -100,9 +114,7 @@ def _make_dispatcher(
             raise DispatchError(f"{name}: shape is {list(tensor.shape)}; it must have {axes} dimensions")
     if w13.shape[1] % 2:
         raise DispatchError(f"w13: {w13.shape[1]} rows; it must be 2 * intermediate_size, gate rows then up rows")
-    dtype = next((name for name in DTYPES if name == dtype_name(x.dtype)), None)
-    if dtype is None:
-        raise DispatchError(f"x: dtype is {dtype_name(x.dtype)}; it must be one of {', '.join(DTYPES)}: convert it")
+    dtype = layer_dtype(x, w13, scales)
     shape = LayerShape(x.shape[1], w13.shape[1] // 2, num_experts, topk_ids.shape[1], dtype)
     path = data_directory() if store is None else Path(store)
     absent = "" if store is not None or _has_files(path) else f"table: no store at {path}; make one with fitune search"
@@ -123,3 +135,7 @@ def _make_dispatcher(
 def _has_files(path: Path) -> bool:
     """Whether something but a miss log is at a path."""
     return path.is_file() or (path.is_dir() and any(entry.name != MISS_LOG_NAME for entry in path.iterdir()))
+
+
+def _shape(tensor: Tensor | None) -> torch.Size | None:
+    return None if tensor is None else tensor.shape

@@ -9,6 +9,7 @@ import triton
 
 from fitune.errors import DispatchError
 from fitune.measure.device import device_target
+from fitune.problem import LayerShape
 from fitune.target import Target
 
 # Where there is no GPU, kernels run under Triton's interpreter, which has no limits: these are a small GPU's.
@@ -38,6 +39,15 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
 def target_of(device: torch.device) -> Target:
     """The target a resolved device stands for."""
     return INTERPRETER if device.type == "cpu" else device_target(str(device))
+
+
+def check_dtype(shape: LayerShape, target: Target) -> None:
+    """Raise DispatchError where a chip does not multiply what the layer is made of."""
+    if shape.scales and not target.has_fp8:
+        raise DispatchError(
+            f"dtype: the layer is {shape.dtype}, and {target.device} ({target.arch}) does not multiply fp8; "
+            "dequantise the weights to bf16 there"
+        )
 
 
 def check_can_run(device: torch.device) -> None:

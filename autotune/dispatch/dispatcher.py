@@ -13,13 +13,14 @@ from torch import Tensor
 from fitune.cache import Entry, Table, load_table
 from fitune.dispatch import report
 from fitune.dispatch.binding import ID_DTYPES, Binding
-from fitune.dispatch.device import check_can_run, resolve_device, target_of
+from fitune.dispatch.device import check_can_run, check_dtype, resolve_device, target_of
 from fitune.dispatch.lookup import build_lookup
 from fitune.dispatch.ops import dispatch_op
 from fitune.dispatch.plan import Lookup, Plan, prepare, warm_counts
 from fitune.dispatch.runtime import DEFAULT, Runtime
+from fitune.dispatch.scales import NO_SCALES, SCALE_NAMES, ScaleTensors, gathered
 from fitune.errors import DispatchError
-from fitune.kernels.layer import LayerArgs
+from fitune.kernels.layer import LayerArgs, fp8_of
 from fitune.misses import Miss, power_of_two
 from fitune.problem import DEFAULT_ROUTING, DEFAULT_TOKENS, Dispatch, LayerKey, LayerShape, Problem, layer_key
 from fitune.routing import check_routing
@@ -68,14 +69,18 @@ class Dispatcher:
             raise DispatchError(f"policy {policy!r} is not known; use one of {', '.join(POLICIES)}")
         profile = DEFAULT_ROUTING if routing is None else check_routing(str(routing))
         self._problem: Final = Problem(shape, local_experts, 0, profile, dispatch, local_expert_offset)
+        self._offset: Final = local_expert_offset
+        self._scales: Final = shape.scales
         self._runtime: Final = runtime
         self._policy: Final = policy
         self._miss_log: Final = None if miss_log is None else Path(miss_log)
         self._table: Final = load_table(Path(table)) if isinstance(table, (str, Path)) else table
         self._device: Final = resolve_device(device)
         self._target: Final = target or target_of(self._device)
-        self._binding: Final = Binding(shape, local_experts, self._device)
-        self._workspaces: Final = runtime.workspaces.get(shape, local_experts, self._device, self._target.num_sms)
+        check_dtype(shape, self._target)
+        fp8 = fp8_of(target_of(self._device).arch)
+        self._binding: Final = Binding(shape, local_experts, self._device, fp8)
+        self._workspaces: Final = runtime.workspaces.get(shape, local_experts, self._device, self._target.num_sms, fp8)
         self._can_run = False
         self._asked: Final = layer_key(self._problem, self._target.device)
         self._lookup: Final = build_lookup(self._table, self._asked, any_routing=routing is None, absent=absent)
@@ -97,25 +102,42 @@ class Dispatcher:
         topk_weights: Tensor,
         topk_ids: Tensor,
         out: Tensor | None = None,
+        w13_scale: Tensor | None = None,
+        w2_scale: Tensor | None = None,
+        x_scale: Tensor | None = None,
+        hidden_scale: Tensor | None = None,
     ) -> Tensor:
         """The layer's output [N, H] of this rank, in x's dtype; zeros for tokens without a local expert.
 
         x [N, H]; w13 [L, 2I, H], gate rows first; w2 [L, H, I]; topk_weights [N, K] float32; topk_ids [N, K] int32 or
         int64 over all experts of the layer; ids of other ranks and -1 contribute nothing. N may be 0. The result is
         written to `out` where that is given. Raises DispatchError for wrong tensors, and for a miss when frozen.
+
+        fp8 layers have e4m3 weights, bf16 x and results, and float32 scales as LayerArgs describes them: w13_scale and
+        w2_scale, and under `fp8_tensor` also x_scale and hidden_scale. Other layers have none.
         """
         if torch.compiler.is_compiling():
-            result: Tensor = dispatch_op(x, w13, w2, topk_weights, topk_ids, self._handle)
+            scaled = (w13_scale, w2_scale, x_scale, hidden_scale)
+            result: Tensor = dispatch_op(x, w13, w2, topk_weights, topk_ids, self._handle, *scaled)
             return result if out is None else out.copy_(result)
-        return self._call(x, w13, w2, topk_weights, topk_ids, out, keep=True)
+        scales = gathered(w13_scale, w2_scale, x_scale, hidden_scale)
+        return self._call(x, w13, w2, topk_weights, topk_ids, scales, out, keep=True)
 
-    def in_operator(self, x: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+    def in_operator(
+        self,
+        x: Tensor,
+        w13: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        scales: ScaleTensors = NO_SCALES,
+    ) -> Tensor:
         """The call as an operator of a compiled program makes it: nothing it allocates outlives it but the result.
 
         Such a program may run under a memory pool of its own (Inductor's CUDA graphs), where a workspace kept for
         later calls would be an allocation that nobody accounts for.
         """
-        return self._call(x, w13, w2, topk_weights, topk_ids, None, keep=False)
+        return self._call(x, w13, w2, topk_weights, topk_ids, scales, None, keep=False)
 
     def _call(
         self,
@@ -124,11 +146,12 @@ class Dispatcher:
         w2: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
+        scales: ScaleTensors,
         out: Tensor | None,
         *,
         keep: bool,
     ) -> Tensor:
-        num_tokens = self._binding.check(x, w13, w2, topk_weights, topk_ids)
+        num_tokens = self._binding.check(x, w13, w2, topk_weights, topk_ids, scales)
         if out is None:
             out = x.new_empty((num_tokens, self._problem.shape.hidden_size))
         else:
@@ -140,7 +163,7 @@ class Dispatcher:
         if plan is None:
             plan = self._plan_off_table(num_tokens)
         plan.calls += 1
-        args = LayerArgs(x, w13, w2, topk_weights, topk_ids, self._problem.local_expert_offset)
+        args = LayerArgs(x, w13, w2, topk_weights, topk_ids, self._offset, self._scales, *scales)
         self._launch(plan, args, num_tokens, out, keep)
         return out
 
@@ -165,33 +188,42 @@ class Dispatcher:
         return Lookup(self._default_plan(num_tokens).tactic, False, reason, None)
 
     def warm(
-        self, w13: Tensor | None = None, w2: Tensor | None = None, *, num_tokens: Sequence[int] | None = None
+        self,
+        w13: Tensor | None = None,
+        w2: Tensor | None = None,
+        *,
+        num_tokens: Sequence[int] | None = None,
+        w13_scale: Tensor | None = None,
+        w2_scale: Tensor | None = None,
+        x_scale: Tensor | None = None,
+        hidden_scale: Tensor | None = None,
     ) -> int:
         """Compile and load every kernel that later calls can need, and reserve their workspace; returns the launches.
 
         Runs each tactic with no routed rows on token counts that between them meet all its binaries: those of all
         tuned buckets (of the defaults for 1 to 16384 tokens where there are none), or of the buckets of the counts
-        given. Give the real weights (they are not read): a binary depends on their strides and alignment, and the
-        stand-ins made otherwise take their memory for the time of the call. Raises DispatchError during graph capture
-        and for a miss when frozen.
+        given. Give the real weights and their scales (they are not read): a binary depends on their strides and
+        alignment, and the stand-ins made otherwise take their memory for the time of the call. Raises DispatchError
+        during graph capture and for a miss when frozen.
         """
         if self._capturing():
             raise DispatchError("warm: a CUDA graph is being captured on this stream; warm before the capture")
-        shape = self._problem.shape
+        shape, binding = self._problem.shape, self._binding
         counts = self._counts_to_warm(num_tokens)
         if not counts:
             return 0
-        w13 = self._stand_in(self._binding.w13_shape) if w13 is None else w13
-        w2 = self._stand_in(self._binding.w2_shape) if w2 is None else w2
+        w13 = self._stand_in(binding.w13_shape, binding.weight_dtype) if w13 is None else w13
+        w2 = self._stand_in(binding.w2_shape, binding.weight_dtype) if w2 is None else w2
+        scales = self._scales_to_warm(gathered(w13_scale, w2_scale, x_scale, hidden_scale))
         most = max(counts)
-        x = torch.zeros((most, shape.hidden_size), dtype=self._binding.dtype, device=self._device)
+        x = torch.zeros((most, shape.hidden_size), dtype=binding.dtype, device=self._device)
         out = torch.empty_like(x)
         weights = torch.zeros((most, shape.top_k), dtype=torch.float32, device=self._device)
-        self._binding.check(x, w13, w2, weights, torch.zeros_like(weights, dtype=torch.int32))
+        binding.check(x, w13, w2, weights, torch.zeros_like(weights, dtype=torch.int32), scales)
         for dtype in ID_DTYPES:
             ids = torch.full((most, shape.top_k), -1, dtype=dtype, device=self._device)
             for n in sorted(counts, reverse=True):
-                args = LayerArgs(x[:n], w13, w2, weights[:n], ids[:n], self._problem.local_expert_offset)
+                args = LayerArgs(x[:n], w13, w2, weights[:n], ids[:n], self._offset, self._scales, *scales)
                 self._launch(self.plan(n), args, n, out[:n], keep=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -330,8 +362,16 @@ class Dispatcher:
         entry = self._lookup.entry(num_tokens)
         return (power_of_two(num_tokens) // 2 + 1 if entry is None else entry.bucket.low), num_tokens
 
-    def _stand_in(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.empty(shape, dtype=self._binding.dtype, device=self._device)
+    def _stand_in(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _scales_to_warm(self, given: ScaleTensors) -> ScaleTensors:
+        """The scales given, with stand-ins where the layer has others beside them."""
+        found = dict(zip(SCALE_NAMES, given, strict=True))
+        for name, (shape, _) in self._binding.scales.items():
+            if found[name] is None:
+                found[name] = torch.ones(shape, dtype=torch.float32, device=self._device)
+        return gathered(**found)
 
     def _capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -21,16 +21,20 @@ from fitune.kernels.layer import Workspace
 from fitune.problem import LayerShape
 
 _FINE_TOKENS = 1024
+_STRIDE_STEP = 16
 
 
 class SharedWorkspace:
     """The workspaces of one layer kind on one device, by stream."""
 
-    def __init__(self, shape: LayerShape, local_experts: int, device: torch.device, num_sms: int) -> None:
+    def __init__(
+        self, shape: LayerShape, local_experts: int, device: torch.device, num_sms: int, fp8: torch.dtype
+    ) -> None:
         self._shape = shape
         self._local_experts = local_experts
         self._device = device
         self._num_sms = num_sms
+        self._fp8 = fp8
         self._by_stream: dict[int, Workspace] = {}
 
     @property
@@ -48,22 +52,38 @@ class SharedWorkspace:
         return workspace
 
     def own(self, num_tokens: int) -> Workspace:
-        """A workspace for one call, from torch's allocator."""
-        return Workspace.allocate(self._shape, self._local_experts, num_tokens, self._device, num_sms=self._num_sms)
+        """A workspace for one call, from torch's allocator.
+
+        In fp8 layers its size is a stride of the rows' scales, which kernels are compiled for as a multiple of 16 or as
+        another number: here it is always the former, so that calls of every size share their binaries.
+        """
+        if self._shape.scales:
+            num_tokens = -(-num_tokens // _STRIDE_STEP) * _STRIDE_STEP
+        return Workspace.allocate(
+            self._shape, self._local_experts, num_tokens, self._device, num_sms=self._num_sms, fp8=self._fp8
+        )
 
 
 class WorkspacePool:
     """Finds the shared workspace of a layer kind. Holds none alive by itself."""
 
     def __init__(self) -> None:
-        self._known: WeakValueDictionary[tuple[LayerShape, int, torch.device, int], SharedWorkspace]
+        self._known: WeakValueDictionary[tuple[LayerShape, int, torch.device, int, torch.dtype], SharedWorkspace]
         self._known = WeakValueDictionary()
 
-    def get(self, shape: LayerShape, local_experts: int, device: torch.device, num_sms: int) -> SharedWorkspace:
-        key = (shape, local_experts, device, num_sms)
+    def get(
+        self,
+        shape: LayerShape,
+        local_experts: int,
+        device: torch.device,
+        num_sms: int,
+        fp8: torch.dtype = torch.float8_e4m3fn,
+    ) -> SharedWorkspace:
+        """The workspaces of a layer kind; `fp8` is the e4m3 form of the device."""
+        key = (shape, local_experts, device, num_sms, fp8)
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = SharedWorkspace(shape, local_experts, device, num_sms)
+            found = self._known[key] = SharedWorkspace(*key)
         return found
 
 
