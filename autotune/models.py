@@ -9,10 +9,10 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
-from fitune.errors import InputError
+from fitune.errors import InputError, ShapeError
 from fitune.model_config import read_model_config
 from fitune.modelspec import MAX_SIZE, ROUTER_KINDS, ModelPreset, RouterKind, RouterSpec
-from fitune.problem import DType, LayerShape
+from fitune.problem import DTYPES, DType, LayerShape
 
 __all__ = [
     "PRESETS",
@@ -20,6 +20,7 @@ __all__ = [
     "ModelPreset",
     "RouterKind",
     "RouterSpec",
+    "parse_dtype",
     "parse_shape",
     "preset",
     "read_model_config",
@@ -128,6 +129,19 @@ def preset(name: str, dtype: DType = "bf16") -> ModelPreset:
         hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(PRESETS)}"
         raise InputError(f"model {name!r} is not known; {hint} (or give --model-config or --shape)")
     return replace(known, shape=replace(known.shape, dtype=dtype))
+
+
+_DTYPE_NICKNAMES: Final[Mapping[str, DType]] = MappingProxyType({"fp8": "fp8_block128"})
+
+
+def parse_dtype(text: str) -> DType:
+    """A layer's dtype as people write it: its name, or `fp8` for `fp8_block128`. Raises ShapeError."""
+    for name in DTYPES:
+        if text == name:
+            return name
+    if text not in _DTYPE_NICKNAMES:
+        raise ShapeError(f"dtype {text!r} is not known; use one of {', '.join(DTYPES)} (fp8 is short for fp8_block128)")
+    return _DTYPE_NICKNAMES[text]
 
 
 _SHAPE_LETTERS: Final[dict[str, str]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
@@ -14,18 +14,22 @@ from rich.table import Table
 from rich.text import Text
 
 from fitune.cells import Cell, grid_of
-from fitune.tactic import Gemm, LibraryGemm, Tactic
+from fitune.tactic import Gemm, GemmTactic, LibraryGemm, Tactic
 
 if TYPE_CHECKING:
     from fitune.diff import DiffReport, DiffRow, Regret
 
 FULL_TEXT_WIDTH: Final = 165
+BESIDE_TACTIC: Final = 58
 COMPACT_WIDTH: Final = 99
 STATE_STYLES: Final[dict[str, str]] = {"tuned": "green", "tie": "cyan", "default": "dim", "stale": "yellow"}
 COMPACT_LEGEND: Final = (
-    "gemm: block_n x block_k / group_m / warps / stages / loop, t: TMA loads, x: operands swapped. "
-    "fused: gather, activation, finalize."
+    "gemm: block_n x block_k / group_m / warps / stages / loop, t: TMA loads, x: operands swapped{gemm}. "
+    "fused: gather, activation, finalize{fused}."
 )
+PDL_LEGEND: Final = ", d: starts before its forerunner ends"
+TAIL_LEGEND: Final = ", 2 or 4: last round cut"
+QUANTIZE_LEGEND: Final = ", +q: hidden rows quantised by a kernel of its own"
 
 
 def microseconds(value_us: float | None) -> str:
@@ -42,19 +46,50 @@ def signed_percent(ratio: float | None) -> str:
 
 
 def compact_gemm(gemm: Gemm) -> str:
-    """A GEMM tactic in at most 23 columns: `256x64/g8/w4/s5/p1f/t`; a library's as it is."""
+    """A GEMM tactic in at most 23 columns, 24 where none is legal: `256x64/g8/w4/s5/p1f/t2`; a library's as it is."""
     if isinstance(gemm, LibraryGemm):
         return str(gemm)
     sizes = f"{gemm.block_n}x{gemm.block_k}/g{gemm.group_m}/w{gemm.num_warps}/s{gemm.num_stages}"
     loop = "grid" if gemm.schedule == "grid" else f"p{gemm.programs_per_sm}{'f' if gemm.flatten else ''}"
-    flags = f"{'t' if gemm.loads == 'tma' else ''}{'x' if gemm.swap_ab else ''}"
+    flags = f"{'t' if gemm.loads == 'tma' else ''}{'x' if gemm.swap_ab else ''}{'d' if gemm.pdl else ''}"
+    flags += str(gemm.tail) if gemm.tail > 1 else ""
     return f"{sizes}/{loop}{'/' + flags if flags else ''}"
 
 
+def tile_label(tactic: Tactic) -> str:
+    """The tile size, `lib` where a library runs the GEMMs, else the family where it is another than `tile`."""
+    if isinstance(tactic.gemm1, LibraryGemm):
+        return "lib"
+    return str(tactic.tile_size) if tactic.family == "tile" else tactic.family
+
+
+def gemm_cells(tactic: Tactic) -> tuple[str, str]:
+    """Both GEMMs as tables show them: a library's by the name of its family, with its options where it has any."""
+    first, second = (
+        f"{tactic.family} {gemm if gemm.options else ''}".rstrip()
+        if isinstance(gemm, LibraryGemm)
+        else compact_gemm(gemm)
+        for gemm in (tactic.gemm1, tactic.gemm2)
+    )
+    return first, second
+
+
 def fused_letters(tactic: Tactic) -> str:
-    """Which of gather, activation and finalize are fused into a GEMM: `ga-`."""
+    """Which of gather, activation and finalize are fused into a GEMM: `ga-`; `+q` where a kernel only quantises."""
     places = (("g", tactic.gather), ("a", tactic.activation), ("f", tactic.finalize))
-    return "".join(letter if place == "fused" else "-" for letter, place in places)
+    letters = "".join(letter if place == "fused" else "-" for letter, place in places)
+    return letters if tactic.quantize == "fused" else f"{letters}+q"
+
+
+def compact_legend(tactics: Iterable[Tactic]) -> str:
+    """What the columns of compact tables mean, as far as these tactics have it in them."""
+    shown = list(tactics)
+    gemms = [gemm for one in shown for gemm in (one.gemm1, one.gemm2) if isinstance(gemm, GemmTactic)]
+    rarer = (PDL_LEGEND if any(gemm.pdl for gemm in gemms) else "") + (
+        TAIL_LEGEND if any(gemm.tail > 1 for gemm in gemms) else ""
+    )
+    quantised = QUANTIZE_LEGEND if any(one.quantize != "fused" for one in shown) else ""
+    return COMPACT_LEGEND.format(gemm=rarer, fused=quantised)
 
 
 def plain_table(*columns: tuple[str, str], shrinking: Sequence[str] = ()) -> Table:
@@ -86,7 +121,8 @@ def print_table(table: Table, console: Console) -> None:
 
 def print_cells(cells: Sequence[Cell], console: Console) -> None:
     """One line a cell, one table a layer; the full tactic text where the terminal has room for it."""
-    full = console.width >= FULL_TEXT_WIDTH
+    longest = max((len(str(cell.decision.chosen)) for cell in cells), default=0)
+    full = console.width >= max(FULL_TEXT_WIDTH, BESIDE_TACTIC + longest)
     for number, (grid, members) in enumerate(groupby(cells, key=lambda cell: grid_of(cell.key.layer))):
         if number:
             console.print()
@@ -94,7 +130,8 @@ def print_cells(cells: Sequence[Cell], console: Console) -> None:
         print_table(_full_table(list(members)) if full else _compact_table(list(members)), console)
     if cells and not full:
         more = "" if console.width >= COMPACT_WIDTH else f" {COMPACT_WIDTH} columns show whole tactics."
-        console.print(Text(f"{COMPACT_LEGEND}{more}", style="dim"))
+        legend = compact_legend(cell.decision.chosen for cell in cells)
+        console.print(Text(f"{legend}{more}", style="dim"))
     reasons = {cell.stale_because: None for cell in cells if cell.stale_because}
     for reason in reasons:
         console.print(Text(f"stale: {reason}", style="yellow"))
@@ -121,10 +158,9 @@ def _compact_table(cells: Sequence[Cell]) -> Table:
     )  # fmt: skip
     for cell in cells:
         tactic = cell.decision.chosen
-        tile = str(tactic.tile_size) if tactic.family == "tile" else tactic.family
-        gemms = cut(compact_gemm(tactic.gemm1)), cut(compact_gemm(tactic.gemm2))
+        gemms = map(cut, gemm_cells(tactic))
         ep = cell.key.layer.ep_label
-        table.add_row(str(cell.tokens), ep, *_time_cells(cell), tile, *gemms, fused_letters(tactic))
+        table.add_row(str(cell.tokens), ep, *_time_cells(cell), tile_label(tactic), *gemms, fused_letters(tactic))
     return table
 
 
@@ -147,8 +183,9 @@ SAME: Final = "same"
 MAX_LABEL: Final = 8
 MAX_PROSE_WIDTH: Final = 120
 _INDENT: Final = 7
-_SIDE_HEADING: Final = f"{'on other':>8} {'side':<8} tile {'gemm1':<23} {'gemm2':<23} fused"
-_HEADING: Final = f"{'tokens':>6} {'verdict':<14} {_SIDE_HEADING}"
+_LEAST_WIDTHS: Final = (4, 23, 23)
+_MOST_GEMM: Final = 24
+_VERDICT_HEADING: Final = f"{'tokens':>6} {'verdict':<14} "
 _DIFFERENT: Final = "bold"
 
 
@@ -163,9 +200,12 @@ def print_diff(report: DiffReport, console: Console, *, all_rows: bool = False) 
     told = [label if label == name else f"{name} = {label}" for label, name in zip(_labels(report), names, strict=True)]
     console.print(Text(f"{' against '.join(told)}, aligned by {report.align}", style="bold"), soft_wrap=True)
     shown = [row for row in report.rows if all_rows or row.verdict != SAME]
+    both = [tactic for row in shown for tactic in (row.tactic_a, row.tactic_b) if tactic is not None]
+    widths = _widths(both)
+    side_heading = f"{'on other':>8} {'side':<8} {_columns(('tile', 'gemm1', 'gemm2'), 'fused', widths)}"
+    narrow = console.width < len(_VERDICT_HEADING) + len(side_heading)
     if shown:
-        narrow = console.width < len(_HEADING)
-        heading = f"tokens verdict\n{_SIDE_HEADING}" if narrow else _HEADING
+        heading = f"tokens verdict\n{side_heading}" if narrow else f"{_VERDICT_HEADING}{side_heading}"
         console.print(Text(heading, style="bold"), soft_wrap=True)
     shown.sort(key=_local_experts, reverse=True)
     groups = [(ep, list(rows)) for ep, rows in groupby(shown, key=_row_ep)]
@@ -173,10 +213,10 @@ def print_diff(report: DiffReport, console: Console, *, all_rows: bool = False) 
         if len(groups) > 1:
             console.print(Text(ep, style="bold"))
         for row in rows:
-            _print_diff_row(row, names, console)
+            _print_diff_row(row, names, console, widths, narrow=narrow)
     console.print(Text(f"{report.sentence()}.", style="bold"), soft_wrap=not console.is_terminal)
     if shown:
-        console.print(Text(COMPACT_LEGEND, style="dim"))
+        console.print(Text(compact_legend(both), style="dim"))
 
 
 def _local_experts(row: DiffRow) -> int:
@@ -194,7 +234,9 @@ def _labels(report: DiffReport) -> tuple[str, str]:
     return report.label_a, report.label_b
 
 
-def _print_diff_row(row: DiffRow, names: tuple[str, str], console: Console) -> None:
+def _print_diff_row(
+    row: DiffRow, names: tuple[str, str], console: Console, widths: tuple[int, ...], *, narrow: bool
+) -> None:
     sides = [
         (name, tactic, regret)
         for name, tactic, regret in (
@@ -205,16 +247,15 @@ def _print_diff_row(row: DiffRow, names: tuple[str, str], console: Console) -> N
     ]
     if row.verdict == SAME:
         sides = [("both", sides[0][1], sides[0][2])]
-    lines = [compact_tactic(tactic) for _, tactic, _ in sides]
+    lines = [compact_tactic(tactic, widths) for _, tactic, _ in sides]
     text = Text()
-    narrow = console.width < len(_HEADING)
     style = VERDICT_STYLES.get(row.verdict, "magenta")
     for number, (name, _, regret) in enumerate(sides):
         if number == 0:
             verdict = row.verdict if narrow else f"{row.verdict:<14}"
             text.append(f"{row.num_tokens:>6} ").append(verdict, style=style).append("\n" if narrow else " ")
         elif not narrow:
-            text.append(" " * (len(_HEADING) - len(_SIDE_HEADING)))
+            text.append(" " * len(_VERDICT_HEADING))
         text.append(f"{regret_text(regret) if row.differs else '':>8} {name:<8} ")
         text.append(_highlighted(lines[number], lines[1 - number] if len(lines) == 2 else lines[number]))
         text.append("\n")
@@ -226,10 +267,27 @@ def _print_diff_row(row: DiffRow, names: tuple[str, str], console: Console) -> N
     console.print(text, soft_wrap=True)
 
 
-def compact_tactic(tactic: Tactic) -> str:
+def compact_tactic(tactic: Tactic, widths: tuple[int, ...] = _LEAST_WIDTHS) -> str:
     """A tactic in columns of fixed width: tile, gemm1, gemm2, what is fused."""
-    tile = str(tactic.tile_size) if tactic.family == "tile" else tactic.family
-    return f"{tile:>4} {compact_gemm(tactic.gemm1):<23} {compact_gemm(tactic.gemm2):<23} {fused_letters(tactic)}"
+    return _columns(_cells(tactic), fused_letters(tactic), widths)
+
+
+def _cells(tactic: Tactic) -> tuple[str, ...]:
+    """tile, gemm1 and gemm2, none too long for a diff."""
+    gemms = (text if len(text) <= _MOST_GEMM else f"{text[: _MOST_GEMM - 1]}…" for text in gemm_cells(tactic))
+    return tile_label(tactic), *gemms
+
+
+def _widths(tactics: Sequence[Tactic]) -> tuple[int, ...]:
+    """Widths of tile, gemm1 and gemm2 that fit all of them."""
+    rows = [tuple(map(len, _cells(tactic))) for tactic in tactics]
+    return tuple(max(column) for column in zip(_LEAST_WIDTHS, *rows, strict=True))
+
+
+def _columns(cells: tuple[str, ...], fused: str, widths: tuple[int, ...]) -> str:
+    tile, *gemms = cells
+    padded = (f"{text:<{width}}" for text, width in zip(gemms, widths[1:], strict=True))
+    return " ".join([f"{tile:>{widths[0]}}", *padded, fused])
 
 
 def _highlighted(line: str, other: str) -> Text:

@@ -12,13 +12,13 @@ from fitune.errors import InputError, ShapeError
 from fitune.problem import (
     DEFAULT_TOKENS,
     DISPATCHES,
-    DTYPES,
     Dispatch,
     LayerKey,
     LayerShape,
     Problem,
     local_experts_of_ep,
 )
+from fitune.target import Target
 
 MAX_TOKENS: Final = 1 << 24
 _DURATION: Final = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
@@ -69,11 +69,13 @@ class Layer:
 
 def read_layer(model: str | None, model_config: Path | None, shape: str | None, dtype: str, redundant: int) -> Layer:
     """The one layer that `--model`, `--model-config` or `--shape` names."""
-    from fitune.models import parse_shape, preset, read_model_config
+    from fitune.models import parse_dtype, parse_shape, preset, read_model_config
     from fitune.modelspec import MAX_SIZE
 
-    if dtype not in DTYPES:
-        raise ShapeError(f"--dtype {dtype!r} is not known; use one of {', '.join(DTYPES)}")
+    try:
+        known = parse_dtype(dtype)
+    except ShapeError as error:
+        raise ShapeError(f"--{error}") from error
     given = [
         name for name, value in (("--model", model), ("--model-config", model_config), ("--shape", shape)) if value
     ]
@@ -81,13 +83,13 @@ def read_layer(model: str | None, model_config: Path | None, shape: str | None, 
         what = f"{' and '.join(given)} are given together" if given else "no layer is given"
         raise InputError(f"{what}; use one of --model NAME, --model-config PATH or --shape H=7168,I=2048,E=256,K=8")
     if shape:
-        layer = Layer("layer", parse_shape(shape, dtype))
+        layer = Layer("layer", parse_shape(shape, known))
     elif model_config:
-        found = read_model_config(model_config, dtype)
+        found = read_model_config(model_config, known)
         layer = Layer(found.name, found.shape)
     else:
         assert model is not None
-        layer = Layer(model, preset(model, dtype).shape)
+        layer = Layer(model, preset(model, known).shape)
     if redundant > MAX_SIZE - layer.shape.num_experts:
         raise ShapeError(f"--redundant {redundant} is too many; a layer has at most {MAX_SIZE} experts with them")
     return Layer(layer.name, layer.shape.with_redundant_experts(redundant)) if redundant else layer
@@ -111,6 +113,16 @@ def local_expert_counts(shape: LayerShape, ep: str | None, local_experts: str | 
 def token_counts(text: str | None) -> tuple[int, ...]:
     """Token counts that `--tokens` names; 1, 2, 4 ... 16384 when it is not given."""
     return DEFAULT_TOKENS if text is None else whole_numbers(text, "--tokens")
+
+
+def check_chip(problems: Iterable[Problem], target: Target) -> None:
+    """Raise ShapeError where the chip does not multiply what a layer is made of."""
+    for problem in problems:
+        if problem.shape.scales and not target.has_fp8:
+            raise ShapeError(
+                f"--dtype {problem.shape.dtype}: {target.device} ({target.arch}) does not multiply fp8; "
+                "use bf16 there, or a chip that does"
+            )
 
 
 def ep_labels(layers: Iterable[LayerKey]) -> str:

@@ -26,7 +26,15 @@ ModelConfig = Annotated[
     Path | None, typer.Option("--model-config", metavar="PATH", help="A local Hugging Face config.json.")
 ]
 Shape = Annotated[str | None, typer.Option("--shape", metavar="TEXT", help="Raw numbers: H=7168,I=2048,E=256,K=8.")]
-DTypeName = Annotated[str, typer.Option("--dtype", metavar="bf16|fp16", help="Type of weights and activations.")]
+DTypeName = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="TYPE",
+        help="Of weights and activations: bf16, fp16, fp32, fp8_block128 (or fp8: one scale for 128x128 weights and "
+        "for 128 values of a row), fp8_channel (for a row of either) or fp8_tensor (for all of either).",
+    ),
+]
 Ep = Annotated[
     str | None, typer.Option("--ep", metavar="LIST", help="Expert-parallel sizes, such as 1,8,16.  [default: 1]")
 ]

@@ -159,6 +159,8 @@ def searchable(misses: Sequence[Miss], measurer: Measurer, besides: Sequence[Pro
             continue
         if miss.layer.device != measurer.target.device:
             say(f"{name}: left out, it was missed on {miss.layer.device}, this is {measurer.target.device}")
+        elif problem.shape.scales and not measurer.target.has_fp8:
+            say(f"{name}: left out, {measurer.target.device} does not multiply fp8")
         elif known is not None and problem not in known:
             say(f"{name}: left out, it was not recorded; search on a GPU")
         else:
@@ -181,11 +183,13 @@ def measuring(
     Before anything is said, a recording must hold the `required` problems, and the store at `path` is opened or made.
     """
     from fitune.cache import Store
+    from fitune.cli.inputs import check_chip
     from fitune.measure.choose import choose_measurer
     from fitune.measure.recording import RecordingMeasurer
 
     measurer, note = choose_measurer(text, problems, seed=seed, histograms=histograms)
     try:
+        check_chip(required, measurer.target)
         if isinstance(measurer, RecordingMeasurer):
             for problem in required:
                 measurer.require(problem)

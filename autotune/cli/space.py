@@ -186,7 +186,7 @@ def _print_compiled(reports: Sequence[CompileReport], screen: Console) -> None:
         numbers = [_number(value) for value in (report.shared_bytes, report.registers, report.spill_bytes)]
         status = str(report.status) if not report.error else f"{report.status}: {report.error.splitlines()[0]}"
         tile = str(stage.tile_size) if stage.family == "tile" else stage.family
-        around = " ".join(place for place in places if place)
+        around = " ".join(place for place in places if place) + (" +q" if stage.quantize == "separate" else "")
         wgmma = "serialised" if report.serialized_wgmma else "-"
         table.add_row(tile, compact_gemm(stage.gemm), around, *numbers, wgmma, cut(status))
     print_table(table, screen)

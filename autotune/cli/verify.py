@@ -104,6 +104,7 @@ def verify(
 
 def _check(grid: Grid, tuned: Mapping[Problem, Tactic], seed: int) -> list[tuple[Job, Outcome]]:
     """Run every problem's tuned tactic, or its default where there is none. Raises NoGpuError."""
+    from fitune.cli.inputs import check_chip
     from fitune.measure.choose import choose_measurer, why_no_gpu
     from fitune.measure.gpu import GpuMeasurer
     from fitune.space import default_tactic
@@ -115,6 +116,7 @@ def _check(grid: Grid, tuned: Mapping[Problem, Tactic], seed: int) -> list[tuple
     measurer, _ = choose_measurer("gpu", problems, seed=seed, histograms=grid.histograms, compile_workers=0)
     assert isinstance(measurer, GpuMeasurer)
     try:
+        check_chip(problems, measurer.target)
         jobs = [Job(problem, tuned.get(problem) or default_tactic(problem, measurer.target)) for problem in problems]
         say(f"checking {len(jobs)} cells on {measurer.target.device} with seed {seed}")
         return [(job, measurer.check_cells(job.problem, [job.tactic], seed)[0]) for job in jobs]
