@@ -302,7 +302,7 @@ def extras(stage: Stage, problem: Problem, load: Load, chip: Chip) -> tuple[floa
     rewritten = io + (shape.item_bytes if shape.scales else io)  # read, and written quantised or not
     if stage.gather == "permute":
         moved, launches = moved + load.rows * row * rewritten, launches + 1
-    elif stage.gather == "fused" and shape.scales and not (stage.family == "gemv" and shape.scales == "block"):
+    elif stage.gather == "fused" and shape.scales and (stage.family, shape.scales) != ("gemv", "block"):
         moved, launches = moved + problem.num_tokens * row * rewritten, launches + 1
     if stage.activation == "separate" or stage.quantize == "separate":
         halves = 2 if stage.activation == "separate" else 1
@@ -310,7 +310,9 @@ def extras(stage: Stage, problem: Problem, load: Load, chip: Chip) -> tuple[floa
         launches += 1
     if stage.finalize == "reduce":
         moved, launches = moved + (load.rows + problem.num_tokens) * row * io, launches + 1
-    if stage.finalize == "fused":  # float32 atomics, zeroed before and cast after
+    if stage.finalize == "fused" and stage.family == "gemv":
+        moved += problem.num_tokens * row * io
+    elif stage.finalize == "fused":  # float32 atomics, zeroed before and cast after
         moved, launches = moved + (16.0 * load.rows + 4.0 * problem.num_tokens) * row * io, launches + 2
     return moved / (0.75 * chip.dram_bytes_per_us), launches
 

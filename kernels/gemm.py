@@ -321,6 +321,11 @@ def _compute_tile(
     NUM_N: tl.constexpr = (WIDTH + ROWS * PARTS - 1) // (ROWS * PARTS)
     expert, row, row_end, n_block = _decode_tile(tile, ExpertRows, ExpertTiles, TileExpert, group_m, NUM_N, TILE)
     n = (n_block * PARTS + part) * ROWS
+    width = WIDTH
+    if PARTS > 1 and WIDTH % (ROWS * PARTS) != 0:
+        # A part that lies wholly behind the last column computes the first ones and stores nothing.
+        width = tl.where(n < WIDTH, WIDTH, 0)
+        n = tl.where(n < WIDTH, n, 0)
 
     # Rows past the expert's end are computed from some valid row and never stored.
     offs_row = row + tl.arange(0, TILE)
@@ -345,11 +350,11 @@ def _compute_tile(
         out_offsets = (slot // TOP_K).to(tl.int64) * stride_out_m
         if SWAP:
             pointers = Out + out_offsets[None, :] + offs_n[:, None]
-            mask = (offs_row < row_end)[None, :] & (offs_n < WIDTH)[:, None]
+            mask = (offs_row < row_end)[None, :] & (offs_n < width)[:, None]
             tl.atomic_add(pointers, result * weight[None, :], mask=mask, sem="relaxed")
         else:
             pointers = Out + out_offsets[:, None] + offs_n[None, :]
-            mask = (offs_row < row_end)[:, None] & (offs_n < WIDTH)[None, :]
+            mask = (offs_row < row_end)[:, None] & (offs_n < width)[None, :]
             tl.atomic_add(pointers, result * weight[:, None], mask=mask, sem="relaxed")
     else:
         if QUANTIZE == "block":
@@ -371,10 +376,10 @@ def _compute_tile(
         out_offsets = offs_row.to(tl.int64) * stride_out_m
         if SWAP:
             pointers = Out + out_offsets[None, :] + offs_n[:, None]
-            mask = (offs_row < row_end)[None, :] & (offs_n < WIDTH)[:, None]
+            mask = (offs_row < row_end)[None, :] & (offs_n < width)[:, None]
         else:
             pointers = Out + out_offsets[:, None] + offs_n[None, :]
-            mask = (offs_row < row_end)[:, None] & (offs_n < WIDTH)[None, :]
+            mask = (offs_row < row_end)[:, None] & (offs_n < width)[None, :]
         tl.store(pointers, value, mask=mask)
 
 

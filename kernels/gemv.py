@@ -1,8 +1,9 @@
-"""The streaming matrix-vector kernel for a handful of routed rows: no sort, one row per slot, weights read once.
+"""The streaming matrix-vector kernels for a handful of routed rows: no sort, one row per slot, weights read once.
 
-Each work item is (local slot, block of weight rows). Products are summed in float32, within a thread at once and over
-threads at the end, so the loop is little but wide loads (AHEAD: one step before their use); weights are marked
-evict-first because nobody reads them again.
+An item of gemm1 is (local slot, block of weight rows), of gemm2 (token, block of weight rows): it sums over the token's
+slots, so that neither atomics nor a kernel that combines are needed. Products are summed in float32, within a thread at
+once and over threads at the end, so the loop is little but wide loads (AHEAD: one step before their use); weights are
+marked evict-first because nobody reads them again.
 
 Under `block` scales the row of activations is quantised here, group by group, as it is read: that costs less than a
 kernel of its own. Under PDL the kernel may start before its forerunner has ended; what the forerunner writes is read
@@ -70,6 +71,13 @@ def _folded(w, x, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, FOLD: tl.constexpr)
 
 
 @triton.jit
+def _rounded_groups(x, DTYPE: tl.constexpr, BLOCK_K: tl.constexpr, FP8_MAX: tl.constexpr, UPCAST: tl.constexpr):
+    """(values [BLOCK_K] rounded to e4m3 but not scaled back, float32 scale of each group)."""
+    quantized, scales = quantize_groups(x.reshape(BLOCK_K // SCALE_GROUP, SCALE_GROUP), 1, FP8_MAX)
+    return to_e4m3(quantized, DTYPE, UPCAST).to(tl.float32).reshape(BLOCK_K), scales
+
+
+@triton.jit
 def _scaled(values, scales, scale_w, k, stride_k, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """values [BLOCK_K] times the scale of their group and of the weights that they meet."""
     GROUPS: tl.constexpr = BLOCK_K // SCALE_GROUP
@@ -78,12 +86,138 @@ def _scaled(values, scales, scale_w, k, stride_k, K: tl.constexpr, BLOCK_K: tl.c
     return (values.reshape(GROUPS, SCALE_GROUP) * (scales * weight)[:, None]).reshape(BLOCK_K)
 
 
+@triton.jit
+def _products(
+    x,
+    w,
+    w_scale,
+    offs_n,
+    stride_x_k,
+    stride_w_n,
+    stride_w_k,
+    stride_ws_k,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FOLD: tl.constexpr,
+    AHEAD: tl.constexpr,
+    SCALES: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    WIDE: tl.constexpr,
+    PDL: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """[ROWS] products of ROWS rows of w [.., K] with the row x [K], which is read after `gdc_wait` under PDL."""
+    EARLY: tl.constexpr = AHEAD or BLOCK_K >= K
+    acc = tl.zeros((ROWS, BLOCK_K // FOLD), dtype=tl.float32)
+    if EARLY:
+        block = _load_weights(w, offs_n, 0, stride_w_n, stride_w_k, K, BLOCK_K, WIDE)
+    if PDL:
+        # The first weights are on their way; only now wait for the row they meet.
+        gdc_wait()
+    if EARLY:
+        row = _load_row(x, 0, stride_x_k, K, BLOCK_K)
+    for k in range(0, K, BLOCK_K):
+        if not EARLY:
+            block = _load_weights(w, offs_n, k, stride_w_n, stride_w_k, K, BLOCK_K, WIDE)
+            row = _load_row(x, k, stride_x_k, K, BLOCK_K)
+        if AHEAD:
+            next_block = _load_weights(w, offs_n, k + BLOCK_K, stride_w_n, stride_w_k, K, BLOCK_K, WIDE)
+            next_row = _load_row(x, k + BLOCK_K, stride_x_k, K, BLOCK_K)
+        x_k = row.to(tl.float32)
+        if SCALES == "block":
+            rounded, x_scales = _rounded_groups(x_k, w.dtype.element_ty, BLOCK_K, FP8_MAX, UPCAST)
+            x_k = _scaled(rounded, x_scales, w_scale, k, stride_ws_k, K, BLOCK_K)
+        acc += _folded(block, x_k, ROWS, BLOCK_K, FOLD)
+        if AHEAD:
+            block, row = next_block, next_row
+    return tl.sum(acc, 1)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "local_expert_offset", "local_experts"])
+def gemv_combine_kernel(
+    X,  # [slots, K]; not yet quantised under block scales
+    W,  # [local_experts, WIDTH, K]
+    Out,  # [tokens, WIDTH]
+    XScale,  # as in gemv_swiglu_kernel
+    WScale,
+    TopkIds,  # [tokens, TOP_K]
+    TopkWeights,  # [tokens, TOP_K] float32
+    num_tokens,
+    local_expert_offset,
+    local_experts,
+    stride_ids_t,
+    stride_ids_k,
+    stride_tw_t,
+    stride_tw_k,
+    stride_x_m,
+    stride_x_k,
+    stride_w_e,
+    stride_w_n,
+    stride_w_k,
+    stride_out_m,
+    stride_xs_m,
+    stride_ws_e,
+    stride_ws_n,
+    stride_ws_k,
+    WIDTH: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FOLD: tl.constexpr,
+    AHEAD: tl.constexpr,
+    SCALES: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    WIDE: tl.constexpr,
+    PDL: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """gemm2 and the weighted sum over a token's local slots, in slot order. An item is (token, weight rows)."""
+    NUM_N: tl.constexpr = (WIDTH + ROWS - 1) // ROWS
+    offs = tl.arange(0, SLOTS)
+    for item in range(tl.program_id(0).to(tl.int64), num_tokens * NUM_N, tl.num_programs(0)):
+        token = item // NUM_N
+        n = item % NUM_N * ROWS
+        offs_n = n + tl.arange(0, ROWS)
+        source_n = tl.minimum(offs_n, WIDTH - 1)
+        ids = tl.load(TopkIds + token * stride_ids_t + offs * stride_ids_k, mask=offs < TOP_K, other=-1)
+        experts = ids.to(tl.int32) - local_expert_offset
+        local = ((ids >= 0) & (experts >= 0) & (experts < local_experts)).to(tl.int32)
+        weights = tl.load(TopkWeights + token * stride_tw_t + offs * stride_tw_k, mask=local > 0, other=0.0)
+        order = tl.cumsum(local, 0)
+        total = tl.zeros((ROWS,), dtype=tl.float32)
+        for step in range(tl.sum(local, 0)):
+            chosen = (local > 0) & (order == step + 1)
+            slot = token * TOP_K + tl.sum(tl.where(chosen, offs, 0), 0)
+            expert = tl.sum(tl.where(chosen, experts, 0), 0).to(tl.int64)
+            weight = tl.sum(tl.where(chosen, weights, 0.0), 0)
+            w_scales = WScale
+            if SCALES != "":
+                w_scales = WScale + expert * stride_ws_e
+            if SCALES == "block":
+                w_scales += n // SCALE_GROUP * stride_ws_n
+            result = _products(
+                X + slot * stride_x_m, W + expert * stride_w_e, w_scales, source_n, stride_x_k, stride_w_n, stride_w_k,
+                stride_ws_k, K, ROWS, BLOCK_K, FOLD, AHEAD, SCALES, FP8_MAX, WIDE, PDL, UPCAST,
+            )  # fmt: skip
+            if SCALES == "channel":
+                result *= tl.load(XScale + slot * stride_xs_m) * tl.load(w_scales + source_n * stride_ws_n)
+            elif SCALES == "tensor":
+                result *= tl.load(XScale) * tl.load(w_scales)
+            total += weight * result
+        tl.store(Out + token * stride_out_m + offs_n, total.to(Out.dtype.element_ty), mask=offs_n < WIDTH)
+    if PDL:
+        gdc_wait()
+
+
 @triton.jit(do_not_specialize=["num_slots", "local_expert_offset", "local_experts"])
-def gemv_kernel(
-    X,  # [tokens, K] (SWIGLU, gemm1) or [slots, K] (gemm2); not yet quantised under block scales
-    W,  # [local_experts, 2 * WIDTH, K] (SWIGLU) or [local_experts, WIDTH, K]
+def gemv_swiglu_kernel(
+    X,  # [tokens, K]; not yet quantised under block scales
+    W,  # [local_experts, 2 * WIDTH, K], gate rows first
     Out,  # [slots, WIDTH]
-    XScale,  # float32 [rows of X] (channel), [1] (tensor), or None
+    XScale,  # float32 [tokens] (channel), [1] (tensor), or None
     WScale,  # float32 [local_experts, groups of rows, groups of K] (block), [local_experts, rows] (channel),
     #          [local_experts, 2 or 1] (tensor), or None
     TopkIds,  # [tokens, TOP_K]
@@ -108,7 +242,6 @@ def gemv_kernel(
     SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SWIGLU: tl.constexpr,
     FOLD: tl.constexpr,
     AHEAD: tl.constexpr,
     SCALES: tl.constexpr,
@@ -117,11 +250,12 @@ def gemv_kernel(
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    """gemm1 and SwiGLU. An item is (local slot, block of gate rows with their up rows)."""
     NUM_N: tl.constexpr = (WIDTH + ROWS - 1) // ROWS
     UP_GROUP: tl.constexpr = (WIDTH + SCALE_GROUP - 1) // SCALE_GROUP
     EARLY: tl.constexpr = AHEAD or BLOCK_K >= K
-    if PDL and SWIGLU:
-        # The router may have written ids and rows just now.
+    if PDL:
+        # The router may have written ids and rows just now. gemm2 starts after that, so there ids are known.
         gdc_wait()
         gdc_launch_dependents()
     experts = _local_experts_of_slots(
@@ -133,76 +267,55 @@ def gemv_kernel(
     for item in range(tl.program_id(0), total, tl.num_programs(0)):
         chosen = (local > 0) & (order == item // NUM_N + 1)
         slot = tl.sum(tl.where(chosen, tl.arange(0, SLOTS), 0), 0)
-        expert = tl.sum(tl.where(chosen, experts, 0), 0)
-        n = (item % NUM_N) * ROWS
+        expert = tl.sum(tl.where(chosen, experts, 0), 0).to(tl.int64)
+        n = item % NUM_N * ROWS
         offs_n = n + tl.arange(0, ROWS)
         source_n = tl.minimum(offs_n, WIDTH - 1)
-        x_row = slot // TOP_K if SWIGLU else slot
-        x = X + x_row.to(tl.int64) * stride_x_m
-        w = W + expert.to(tl.int64) * stride_w_e
-        if SWIGLU:
-            if WIDE:
-                w_up = w + tl.full((), WIDTH, tl.int64) * stride_w_n
-            else:
-                w_up = w + WIDTH * stride_w_n
+        token = (slot // TOP_K).to(tl.int64)
+        x = X + token * stride_x_m
+        w = W + expert * stride_w_e
+        if WIDE:
+            w_up = w + tl.full((), WIDTH, tl.int64) * stride_w_n
+        else:
+            w_up = w + WIDTH * stride_w_n
         if SCALES == "block":
-            w_scale = WScale + expert.to(tl.int64) * stride_ws_e + n // SCALE_GROUP * stride_ws_n
+            w_scale = WScale + expert * stride_ws_e + n // SCALE_GROUP * stride_ws_n
             w_scale_up = w_scale + UP_GROUP * stride_ws_n
         acc = tl.zeros((ROWS, BLOCK_K // FOLD), dtype=tl.float32)
-        if SWIGLU:
-            acc_up = acc
+        acc_up = acc
         if EARLY:
             block = _load_weights(w, source_n, 0, stride_w_n, stride_w_k, K, BLOCK_K, WIDE)
-            if SWIGLU:
-                block_up = _load_weights(w_up, source_n, 0, stride_w_n, stride_w_k, K, BLOCK_K, WIDE)
-        if PDL and not SWIGLU:
-            # The first weights are on their way; only now wait for the rows they meet.
-            gdc_wait()
-        if EARLY:
+            block_up = _load_weights(w_up, source_n, 0, stride_w_n, stride_w_k, K, BLOCK_K, WIDE)
             row = _load_row(x, 0, stride_x_k, K, BLOCK_K)
         for k in range(0, K, BLOCK_K):
             if not EARLY:
                 block = _load_weights(w, source_n, k, stride_w_n, stride_w_k, K, BLOCK_K, WIDE)
-                if SWIGLU:
-                    block_up = _load_weights(w_up, source_n, k, stride_w_n, stride_w_k, K, BLOCK_K, WIDE)
+                block_up = _load_weights(w_up, source_n, k, stride_w_n, stride_w_k, K, BLOCK_K, WIDE)
                 row = _load_row(x, k, stride_x_k, K, BLOCK_K)
             if AHEAD:
                 next_block = _load_weights(w, source_n, k + BLOCK_K, stride_w_n, stride_w_k, K, BLOCK_K, WIDE)
-                if SWIGLU:
-                    next_up = _load_weights(w_up, source_n, k + BLOCK_K, stride_w_n, stride_w_k, K, BLOCK_K, WIDE)
+                next_up = _load_weights(w_up, source_n, k + BLOCK_K, stride_w_n, stride_w_k, K, BLOCK_K, WIDE)
                 next_row = _load_row(x, k + BLOCK_K, stride_x_k, K, BLOCK_K)
-            x_k = row.to(tl.float32)
+            x_gate = row.to(tl.float32)
+            x_up = x_gate
             if SCALES == "block":
-                quantized, x_scales = quantize_groups(x_k.reshape(BLOCK_K // SCALE_GROUP, SCALE_GROUP), 1, FP8_MAX)
-                x_k = to_e4m3(quantized, W.dtype.element_ty, UPCAST).to(tl.float32).reshape(BLOCK_K)
-                acc += _folded(block, _scaled(x_k, x_scales, w_scale, k, stride_ws_k, K, BLOCK_K), ROWS, BLOCK_K, FOLD)
-                if SWIGLU:
-                    acc_up += _folded(
-                        block_up, _scaled(x_k, x_scales, w_scale_up, k, stride_ws_k, K, BLOCK_K), ROWS, BLOCK_K, FOLD
-                    )
-            else:
-                acc += _folded(block, x_k, ROWS, BLOCK_K, FOLD)
-                if SWIGLU:
-                    acc_up += _folded(block_up, x_k, ROWS, BLOCK_K, FOLD)
+                rounded, x_scales = _rounded_groups(x_gate, W.dtype.element_ty, BLOCK_K, FP8_MAX, UPCAST)
+                x_gate = _scaled(rounded, x_scales, w_scale, k, stride_ws_k, K, BLOCK_K)
+                x_up = _scaled(rounded, x_scales, w_scale_up, k, stride_ws_k, K, BLOCK_K)
+            acc += _folded(block, x_gate, ROWS, BLOCK_K, FOLD)
+            acc_up += _folded(block_up, x_up, ROWS, BLOCK_K, FOLD)
             if AHEAD:
-                block, row = next_block, next_row
-                if SWIGLU:
-                    block_up = next_up
-        result = tl.sum(acc, 1)
-        if SWIGLU:
-            up = tl.sum(acc_up, 1)
+                block, block_up, row = next_block, next_up, next_row
+        gate = tl.sum(acc, 1)
+        up = tl.sum(acc_up, 1)
         if SCALES == "channel" or SCALES == "tensor":
-            x_scale = tl.load(XScale + x_row.to(tl.int64) * stride_xs_m)
-            w_scales = WScale + expert.to(tl.int64) * stride_ws_e
+            x_scale = tl.load(XScale + token * stride_xs_m)
+            w_scales = WScale + expert * stride_ws_e
             if SCALES == "channel":
                 rows, first_up = source_n, WIDTH
             else:
                 rows, first_up = source_n * 0, 1
-            result *= x_scale * tl.load(w_scales + rows * stride_ws_n)
-            if SWIGLU:
-                up *= x_scale * tl.load(w_scales + (rows + first_up) * stride_ws_n)
-        if SWIGLU:
-            result = silu(result) * up
-        tl.store(Out + slot.to(tl.int64) * stride_out_m + offs_n, result.to(Out.dtype.element_ty), mask=offs_n < WIDTH)
-    if PDL and not SWIGLU:
-        gdc_wait()
+            gate *= x_scale * tl.load(w_scales + rows * stride_ws_n)
+            up *= x_scale * tl.load(w_scales + (rows + first_up) * stride_ws_n)
+        result = (silu(gate) * up).to(Out.dtype.element_ty)
+        tl.store(Out + slot.to(tl.int64) * stride_out_m + offs_n, result, mask=offs_n < WIDTH)

@@ -145,18 +145,18 @@ def quantize(
     rows: torch.Tensor, scales: Scales, given: torch.Tensor | None = None, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(e4m3 [rows, C], float32 scales [groups, rows] as `fitune.kernels.quantize.Quantized` has them)."""
-    count, columns = rows.shape
+    columns = rows.shape[1]
     largest = torch.finfo(dtype).max
     values = rows.float()
     if scales == "tensor":
         assert given is not None
         return (values / given).clamp(-largest, largest).to(dtype), given
     group = SCALE_GROUP if scales == "block" else columns
-    padded = functional.pad(values, (0, -columns % group)).view(count, -1, group)
+    padded = functional.pad(values, (0, -columns % group)).unflatten(1, (-(-columns // group), group))
     most = padded.abs().amax(dim=2)
     scale = torch.where(most > 0, most / largest, 1.0)
     quantized = (padded / scale[:, :, None]).clamp(-largest, largest).to(dtype)
-    return quantized.view(count, -1)[:, :columns], scale.T.contiguous()
+    return quantized.flatten(1)[:, :columns], scale.T.contiguous()
 
 
 def round_trip(

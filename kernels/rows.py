@@ -12,9 +12,8 @@ from typing import Final
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
-from fitune.kernels.launch import Launcher, pdl_options, run
+from fitune.kernels.launch import Launcher, run
 from fitune.kernels.numeric import silu
 
 PROGRAMS_PER_SM: Final = 32
@@ -87,69 +86,34 @@ def swiglu_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["stride_ids_n", "stride_ids_k", "offset", "num_local", "stride_weights_n", "stride_weights_k"],
-    do_not_specialize_on_alignment=["Where", "Weights"],
+    do_not_specialize=["stride_weights_n", "stride_weights_k"],
+    do_not_specialize_on_alignment=["RowOfSlot", "Weights"],
 )
 def combine_kernel(
     Rows,
-    Where,
+    RowOfSlot,
     Weights,
     Out,
     stride_rows,
     stride_out,
     stride_weights_n,
     stride_weights_k,
-    stride_ids_n,
-    stride_ids_k,
-    offset,
-    num_local,
     TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROW_IS_SLOT: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """out[token] = sum over its local slots, in slot order, of weight * row. One program per (token, column block).
-
-    ROW_IS_SLOT: rows lie in slot order and `Where` holds the expert ids that tell which slots are local;
-    otherwise `Where` holds the row of each slot, negative for foreign ones. PDL: the launch may start before the kernel
-    in front of it has ended.
-    """
-    if PDL:
-        gdc_wait()
+    """out[token] = sum over its local slots, in slot order, of weight * row. One program per (token, column block)."""
     blocks: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // blocks).to(tl.int64)
     cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < COLUMNS
-    # Which of the token's slots are local, and how many: under expert parallelism most are not.
-    slots = tl.arange(0, SLOTS)
-    inside = slots < TOP_K
-    if ROW_IS_SLOT:
-        expert = tl.load(Where + token * stride_ids_n + slots * stride_ids_k, mask=inside, other=-1)
-        is_local = (expert >= offset) & (expert < offset + num_local) & (expert >= 0)
-        rows = token * TOP_K + slots
-    else:
-        rows = tl.load(Where + token * TOP_K + slots, mask=inside, other=-1).to(tl.int64)
-        is_local = rows >= 0
-    weights = tl.load(Weights + token * stride_weights_n + slots * stride_weights_k, mask=inside & is_local, other=0.0)
-    weights = weights.to(tl.float32)
-    count = tl.sum(is_local.to(tl.int32), axis=0)
     total = tl.zeros((BLOCK,), tl.float32)
-    if count == TOP_K:
-        for k in tl.static_range(TOP_K):
-            row = tl.sum(tl.where(slots == k, rows, 0), axis=0)
-            weight = tl.sum(tl.where(slots == k, weights, 0.0), axis=0)
+    for k in tl.static_range(TOP_K):
+        # A branch for each slot: under expert parallelism most are foreign, and the load of none is worth its issue.
+        row = tl.load(RowOfSlot + token * TOP_K + k).to(tl.int64)
+        if row >= 0:
+            weight = tl.load(Weights + token * stride_weights_n + k * stride_weights_k).to(tl.float32)
             total += weight * tl.load(Rows + row * stride_rows + cols, mask=mask, other=0.0).to(tl.float32)
-    else:
-        order = tl.cumsum(is_local.to(tl.int32), axis=0)
-        for first in range(0, count, 2):
-            for step in tl.static_range(2):
-                chosen = is_local & (order == first + step + 1)
-                row = tl.sum(tl.where(chosen, rows, 0), axis=0)
-                weight = tl.sum(tl.where(chosen, weights, 0.0), axis=0)
-                present = mask & (first + step < count)
-                total += weight * tl.load(Rows + row * stride_rows + cols, mask=present, other=0.0).to(tl.float32)
     tl.store(Out + token * stride_out + cols, total.to(Out.dtype.element_ty), mask=mask)
 
 
@@ -236,58 +200,16 @@ def combine(
     expert_out [rows, H] any float dtype, columns contiguous; row_of_slot int32 [N*K] contiguous, negative for foreign
     slots; topk_weights [N, K] any strides; out [N, H]. Tokens with no local slot give zeros.
     """
-    _combine(expert_out, row_of_slot, topk_weights, out, (0, 0, 0, 0), launch, row_is_slot=False)
-
-
-def combine_slots(
-    slot_out: torch.Tensor,
-    topk_ids: torch.Tensor,
-    local_expert_offset: int,
-    local_experts: int,
-    topk_weights: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    pdl: bool = False,
-    launch: Launcher = run,
-) -> None:
-    """As `combine`, for rows in slot order: slot_out [N*K, H]; rows of foreign slots are not read.
-
-    topk_ids [N, K] int32 or int64, any strides, says which slots are local. `pdl` launches while the kernel in front
-    ends (sm_90 and later).
-    """
-    locality = (topk_ids.stride(0), topk_ids.stride(1), local_expert_offset, local_experts)
-    _combine(slot_out, topk_ids, topk_weights, out, locality, launch, row_is_slot=True, pdl=pdl)
-
-
-def _combine(
-    rows: torch.Tensor,
-    where: torch.Tensor,
-    topk_weights: torch.Tensor,
-    out: torch.Tensor,
-    locality: tuple[int, int, int, int],
-    launch: Launcher,
-    *,
-    row_is_slot: bool,
-    pdl: bool = False,
-) -> None:
     num_tokens, columns = out.shape
     if num_tokens == 0:
         return
     block = column_block(columns)
-    strides = (rows.stride(0), out.stride(0), topk_weights.stride(0), topk_weights.stride(1))
+    strides = (expert_out.stride(0), out.stride(0), topk_weights.stride(0), topk_weights.stride(1))
     launch(
         combine_kernel,
         (num_tokens * triton.cdiv(columns, block),),
-        (rows, where, topk_weights, out, *strides, *locality),
-        {
-            "TOP_K": topk_weights.shape[1],
-            "SLOTS": triton.next_power_of_2(topk_weights.shape[1]),
-            "COLUMNS": columns,
-            "BLOCK": block,
-            "ROW_IS_SLOT": row_is_slot,
-            "num_warps": _NUM_WARPS,
-            **pdl_options(pdl),
-        },
+        (expert_out, row_of_slot, topk_weights, out, *strides),
+        {"TOP_K": topk_weights.shape[1], "COLUMNS": columns, "BLOCK": block, "num_warps": _NUM_WARPS},
     )
 
 

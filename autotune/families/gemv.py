@@ -38,7 +38,7 @@ class Gemv(Family):
             if stage == "gemm1":
                 yield Stage(stage, "gemv", 1, gemm, "fused", "fused", quantize=_quantizes(shape))
             else:
-                yield Stage(stage, "gemv", 1, gemm, finalize="reduce")
+                yield Stage(stage, "gemv", 1, gemm, finalize="fused")
 
     def static_reason(self, stage: Stage, shape: LayerShape, target: Target) -> str:
         if not isinstance(stage.gemm, GemmTactic):
@@ -88,8 +88,8 @@ def _gemv_reason(stage: Stage, shape: LayerShape, target: Target) -> str:
     _, k = gemm_size(stage, shape)
     if stage.tile_size != 1:
         return "form: gemv has no tile_size but 1"
-    if stage.gather == "permute" or stage.activation == "separate" or stage.finalize == "fused":
-        return "form: gemv gathers and activates in the kernel and reduces after it"
+    if stage.gather == "permute" or stage.activation == "separate" or stage.finalize == "reduce":
+        return "form: gemv gathers, activates and sums a token's slots in its kernels"
     if gemm.loads != "pointer" or gemm.swap_ab or gemm.flatten:
         return "form: gemv streams by pointers"
     if gemm.pdl and not target.has_pdl:

@@ -6,6 +6,8 @@ the key under which Triton's disk cache keeps it, are those of a launch on that 
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import subprocess
 import tempfile
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -29,6 +32,7 @@ from fitune.tactic import Stage, parse_stage
 from fitune.target import Target
 
 PTXAS_LIMIT_S: Final = 120.0
+SERIALIZED: Final = "tensor core: ptxas makes every wgmma wait for the one before, which takes twice the time"
 _REGISTERS: Final = re.compile(r"Used (\d+) registers")
 _STACK: Final = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _SERIALIZED: Final = re.compile(r"C751[45]|wgmma\S* instructions are serialized", re.IGNORECASE)
@@ -80,6 +84,8 @@ class Compiler:
         try:
             collector = self._compile(stage, problem_from_wire(request["problem"]), target)
             answer = {"status": Status.OK.value, "error": "", **facts(collector, target, report=request["report"])}
+            if not request["report"] and serializes_wgmma(collector, target, self._ptxas_log):
+                answer |= {"status": Status.REJECTED.value, "error": SERIALIZED}
         except Exception as error:  # noqa: BLE001 - the measuring border
             answer = {"status": classify(error, compiling=True).value, "error": error_text(error)}
         self._forget()
@@ -93,8 +99,12 @@ class Compiler:
             self._tensors = meta_tensors(problem, target)
             self._problem = problem
         args, workspace, out = self._tensors
-        collector = compile_stage_launches(stage, args, workspace, out)
+        log = io.StringIO()
+        with contextlib.redirect_stdout(log), knobs.nvidia.scope():
+            knobs.nvidia.dump_ptxas_log = True
+            collector = compile_stage_launches(stage, args, workspace, out)
         self._functions = collector.functions
+        self._ptxas_log = log.getvalue()
         return collector
 
     def _forget(self) -> None:
@@ -158,6 +168,19 @@ def facts(collector: Collector, target: Target, *, report: bool) -> dict[str, An
         if found["spill_bytes"]:
             found["spill_bytes"] *= 4
     return found
+
+
+def serializes_wgmma(collector: Collector, target: Target, log: str) -> bool:
+    """Whether ptxas serialised tensor-core instructions of any kernel, by what it said while compiling.
+
+    It says nothing for kernels that come from Triton's disk cache; these are assembled once more.
+    """
+    if _SERIALIZED.search(log):
+        return True
+    texts = [kernel.asm["ptx"] for kernel in collector.compiled if "wgmma.mma_async" in kernel.asm.get("ptx", "")]
+    if not texts or "ptxas info" in log:
+        return False
+    return any(ptxas_facts(text, target)["serialized_wgmma"] for text in texts)
 
 
 def ptxas_facts(ptx: str, target: Target) -> dict[str, Any]:

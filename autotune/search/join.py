@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from fitune.search.pool import Head, head_of
-from fitune.tactic import Stage, Tactic
+from fitune.tactic import LibraryGemm, Stage, Tactic
 
 Ranked = Mapping[Head, Sequence[tuple[float, Stage]]]
 
@@ -32,7 +32,7 @@ def finalists(
 ) -> list[Finalist]:
     """At most `count` layers, the default first, then the fastest sum of stages.
 
-    Room that is left goes, in this order, to what neighbours use (`preferred`, with its origin) where its sum is
+    Room that is left goes, in this order, to the best pair launched otherwise, to what neighbours use (`preferred`, with its origin) where its sum is
     close, to the best pairs of other heads, and to runner-up stages. Deterministic for the same times.
     """
     pairs = _pairs(first, second)
@@ -51,10 +51,25 @@ def finalists(
     near = near[: max(1, (count - 2) // 2)]
     others = [item for item in leaders[1:] if item[0] <= best_us * (1.0 + OTHER_HEAD_MARGIN)]
     runners = [item for item in pairs[1:] if item[0] <= best_us * (1.0 + RUNNER_UP_MARGIN)]
-    for total, tactic in [pairs[0], *near, *others, *runners]:
+    twin = _launched_otherwise(pairs[0][1])
+    twins = [(total, twin)] if (total := _sum_of(twin, first, second)) and twin != pairs[0][1] else []
+    for total, tactic in [pairs[0], *twins, *near, *others, *runners]:
         if len(found) < count and all(tactic != item.tactic for item in found):
             found.append(Finalist(tactic, preferred.get(tactic, "sampler"), total))
     return found
+
+
+def _launched_otherwise(tactic: Tactic) -> Tactic:
+    """The same layer with programmatic dependent launch on both GEMMs, or on neither.
+
+    What it gains lies between kernels, so the time of a stage alone does not show it. The tactic itself where its
+    kernels have no such launch.
+    """
+    first, second = tactic.gemm1, tactic.gemm2
+    if tactic.family != "gemv" or isinstance(first, LibraryGemm) or isinstance(second, LibraryGemm):
+        return tactic
+    early = not (first.pdl and second.pdl)
+    return replace(tactic, gemm1=replace(first, pdl=early), gemm2=replace(second, pdl=early))
 
 
 def best_pair_us(first: Ranked, second: Ranked) -> float | None:
