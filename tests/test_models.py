@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fitune.errors import InputError, ShapeError
-from fitune.models import PRESETS, ModelPreset, RouterSpec, parse_shape, preset, read_model_config
-from fitune.problem import LayerShape, local_experts_of_ep
+from fitune.models import PRESETS, ModelPreset, RouterSpec, parse_dtype, parse_shape, preset, read_model_config
+from fitune.problem import DTYPES, LayerShape, local_experts_of_ep
 
 # model: hidden, intermediate, experts, top-k, smallest and largest usual EP size, router
 PUBLISHED = {
@@ -53,6 +53,14 @@ def test_router_details() -> None:
     assert preset("kimi-k2").router == RouterSpec("sigmoid", True, True, 1, 1, 2.827)
     assert preset("llama4-scout").router == RouterSpec("sigmoid", renormalize=False)
     assert preset("nemotron-3-super").router.scale == 5.0
+
+
+def test_dtypes_have_their_names_and_fp8_is_short_for_the_published_one() -> None:
+    assert [parse_dtype(name) for name in DTYPES] == list(DTYPES)
+    assert parse_dtype("fp8") == "fp8_block128"
+    for wrong in ("", "FP8", "fp8_", "int4"):
+        with pytest.raises(ShapeError, match=r"use one of bf16, .*fp8 is short for fp8_block128"):
+            parse_dtype(wrong)
 
 
 def test_presets_take_a_dtype_and_forgive_spelling() -> None:

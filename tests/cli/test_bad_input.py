@@ -48,7 +48,7 @@ def failed(result: Any, code: int, *words: str) -> None:
         (("--shape", "H=64,I=64,E=8,K=9"), ("top_k 9", "num_experts 8")),
         (("--shape", "H=64,I=64,E=8"), ("K is missing",)),
         (("--shape", "64x64"), ("64x64", "H=7168")),
-        ((*LAYER, "--dtype", "int4"), ("'int4'", "bf16")),
+        ((*LAYER, "--dtype", "int4"), ("--dtype 'int4'", "bf16", "fp8 is short for fp8_block128")),
         ((*LAYER, "--ep", "129"), ("129", "128 experts")),
         ((*LAYER, "--ep", "0"), ("--ep", "'0'")),
         ((*LAYER, "--ep", "8,-1"), ("--ep", "'-1'")),
@@ -242,6 +242,7 @@ def test_recordings_that_cannot_be_played(
         (("--model", "deepseek-v3", "--ep", "2", "--tokens", "16"), ("local_experts 128", "32, 256")),
         (("--model", "deepseek-v3", "--ep", "1", "--tokens", "16,17"), ("num_tokens 17", "16, 512")),
         (("--model", "deepseek-v3", "--dtype", "fp16", "--tokens", "16"), ("dtype 'fp16'", "bf16")),
+        (("--model", "deepseek-v3", "--dtype", "fp8", "--tokens", "16"), ("dtype 'fp8_block128'", "bf16")),
         (("--model", "deepseek-v3", "--routing", "balanced", "--tokens", "16"), ("routing 'balanced'", "random")),
     ],
 )
