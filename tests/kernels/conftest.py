@@ -1,9 +1,13 @@
 """Kernels run on the GPU where there is one and TRITON_INTERPRET=0 is set, else in Triton's interpreter."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # for checking.py, which several test modules share
 
 
 @pytest.fixture(scope="session")
