@@ -64,6 +64,9 @@ def shared_memory_bytes(stage: Stage, shape: LayerShape, target: Target) -> int:
         return 0
     gemm = stage.own_gemm
     pipeline = gemm.num_stages * step_bytes(stage, shape)
+    if gemm.swap_ab and stage.activation == "fused" and gemm.loads == "tma" and target.has_wgmma:
+        # Gate and up rows come as one box of four dimensions; reshaped, they need a buffer less.
+        pipeline -= gemm.block_n * gemm.block_k * shape.item_bytes
     if gemm.flatten and target.has_wgmma:
         return pipeline + FLAT_SCRATCH_BYTES_PER_THREAD * target.warp_size * gemm.num_warps
     return max(pipeline, stage.tile_size * result_columns(stage) * shape.item_bytes)

@@ -12,8 +12,8 @@ DType = Literal["bf16", "fp16", "fp32", "fp8_block128", "fp8_channel", "fp8_tens
 """Operands of the GEMMs. The three fp8 schemes are e4m3 with float32 scales; x and the result are bf16 there.
 
 `fp8_block128`: weights in blocks of 128x128, activations in groups of 128 columns of a row. `fp8_channel`: one scale
-for each weight row and each activation row. `fp8_tensor`: one for gate, up and down weights of an expert, and one given for
-all activations. The others take activation scales from the rows at run time.
+for each weight row and each activation row. `fp8_tensor`: one for gate, up and down weights of an expert, and one given
+for all activations. The others take activation scales from the rows at run time.
 """
 Scales = Literal["", "block", "channel", "tensor"]
 Activation = Literal["swiglu"]

@@ -23,10 +23,12 @@ GEMM_AXES: Final = (
     "flatten",
     "loads",
     "swap_ab",
+    "pdl",
+    "tail",
 )
 OPTIONS: Final = "options"
 """The one axis of a GEMM that a library runs."""
-STAGE_AXES: Final = ("family", "tile_size", "gather", "activation", "finalize")
+STAGE_AXES: Final = ("family", "tile_size", "gather", "activation", "finalize", "quantize")
 
 
 @dataclass(frozen=True, slots=True)

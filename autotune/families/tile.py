@@ -204,7 +204,7 @@ def _kernel_reason(stage: Stage, target: Target) -> str:
     """Combinations the kernels cannot compile well, or that another candidate contains."""
     gemm = stage.own_gemm
     if gemm.flatten and target.has_wgmma and gemm.swap_ab:
-        return "flatten: swapped tiles are too short to gain by it, and ptxas serialises their wgmma"
+        return "flatten: swapped tiles are too short to gain by it"
     if stage.gather == "permute" and gemm.loads != "tma":
         return "permute: the copy only pays when TMA reads it"
     if stage.activation == "separate" and gemm.swap_ab:

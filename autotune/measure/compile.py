@@ -20,7 +20,7 @@ from fitune.tactic import Stage
 from fitune.target import Target
 
 COMPILE_LIMIT_S: Final = 60.0
-MAX_WORKERS: Final = 12
+MAX_WORKERS: Final = 15
 _NOW, _LATER = 0, 1
 
 JobKey = tuple[LayerShape, str, int]

@@ -32,8 +32,9 @@ def finalists(
 ) -> list[Finalist]:
     """At most `count` layers, the default first, then the fastest sum of stages.
 
-    Room that is left goes, in this order, to the best pair launched otherwise, to what neighbours use (`preferred`, with its origin) where its sum is
-    close, to the best pairs of other heads, and to runner-up stages. Deterministic for the same times.
+    Room that is left goes, in this order, to the best pair launched otherwise, to what neighbours use (`preferred`,
+    with its origin) where its sum is close, to the best pairs of other heads, and to runner-up stages. Deterministic
+    for the same times.
     """
     pairs = _pairs(first, second)
     sums = {tactic: total for total, tactic in pairs}

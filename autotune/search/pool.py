@@ -30,14 +30,17 @@ FEATURES: Final[tuple[str, ...]] = (
     "flatten",
     "tma",
     "swap",
+    "pdl",
+    "tail",
     "permute",
     "separate",
     "fused_finalize",
+    "separate_quantize",
     "family",
 )
 
 
-GEMM_COLUMNS: Final = 10
+GEMM_COLUMNS: Final = 12
 """Features of our GEMM's own fields, behind tile_size."""
 
 
@@ -61,7 +64,7 @@ def stage_params(stage: Stage) -> dict[str, Value]:
     params: dict[str, Value] = {"family": stage.family, "tile_size": stage.tile_size}
     if isinstance(gemm, LibraryGemm):
         params |= dict.fromkeys(("block_n", "block_k", "group_m", "num_warps", "num_stages"), 0)
-        params |= {"loop": str(gemm), "loads": "", "swap_ab": False}
+        params |= {"loop": str(gemm), "loads": "", "swap_ab": False, "pdl": False, "tail": 0}
     else:
         loop = "grid" if gemm.schedule == "grid" else f"p{gemm.programs_per_sm}{'f' if gemm.flatten else ''}"
         params |= {
@@ -73,7 +76,10 @@ def stage_params(stage: Stage) -> dict[str, Value]:
             "loop": loop,
             "loads": gemm.loads,
             "swap_ab": gemm.swap_ab,
+            "pdl": gemm.pdl,
+            "tail": gemm.tail,
         }
+    params["quantize"] = stage.quantize
     for name, value in (("gather", stage.gather), ("activation", stage.activation), ("finalize", stage.finalize)):
         if value is not None:
             params[name] = value
@@ -84,7 +90,12 @@ def stage_features(stage: Stage) -> list[float]:
     """Numbers in units of about one natural step each, in the order of FEATURES; they tell any two stages apart."""
     gemm = stage.gemm
     numbers = _option_features(gemm) if isinstance(gemm, LibraryGemm) else _gemm_features(gemm)
-    places = (stage.gather == "permute", stage.activation == "separate", stage.finalize == "fused")
+    places = (
+        stage.gather == "permute",
+        stage.activation == "separate",
+        stage.finalize == "fused",
+        stage.quantize == "separate",
+    )
     return [math.log2(stage.tile_size), *numbers, *map(float, places), _family_feature(stage)]
 
 
@@ -101,6 +112,8 @@ def _gemm_features(gemm: GemmTactic) -> list[float]:
         float(gemm.flatten),
         float(gemm.loads == "tma"),
         float(gemm.swap_ab),
+        float(gemm.pdl),
+        math.log2(gemm.tail),
     ]
 
 
@@ -146,6 +159,7 @@ class StagePool:
         self.head_index: Ints = np.array([numbers[head] for head in members], dtype=np.int64)
         self._by_stage = {stage: index for index, stage in enumerate(self.stages)}
         self._by_params = {tuple(params.values()): index for index, params in enumerate(self.params)}
+        assert len(self._by_params) == len(self.stages), "two stages have the same parameters"
 
     def __len__(self) -> int:
         return len(self.stages)
