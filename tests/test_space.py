@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
 from fitune import footprint, space
 from fitune.models import PRESETS
-from fitune.problem import LayerShape, Problem
+from fitune.problem import DTYPES, SCALES, DType, LayerShape, Problem
 from fitune.tactic import STAGES, TILE_SIZES, Stage, StageName, Tactic, parse_stage, parse_tactic
 from fitune.target import KNOWN_TARGETS, Target
 
@@ -26,6 +27,20 @@ ODD_SHAPES = [
 ]
 DEEPSEEK = PRESETS["deepseek-v3"].shape
 SUITING_ROWS = {16: 8, 32: 32, 64: 64, 128: 256, 256: 512}
+
+
+LANDSCAPE = [
+    *SHAPES,
+    LayerShape(2880, 2880, 128, 4),
+    LayerShape(2688, 1856, 128, 6),
+    LayerShape(4096, 2688, 512, 22),
+    LayerShape(2816, 704, 128, 8),
+    LayerShape(5120, 8192, 16, 1),
+    LayerShape(4096, 14336, 8, 2),
+]
+PERMUTED = parse_stage("t64 gather:permute act:fused g1:256x64/g8/w4/s3/p1/tma")
+SWAPPED = parse_stage("t64 gather:fused act:fused g1:256x64/g8/w8/s3/p1/tma/swap")
+STREAM = parse_stage("gemv t1 gather:fused act:fused g1:8x1024/g1/w4/s1/grid/ptr")
 
 
 def tile_sizes(stages: list[Stage]) -> set[int]:
@@ -245,14 +260,99 @@ def test_rows_that_tma_cannot_read_are_read_by_pointers() -> None:
 def test_the_rules_that_dispatch_and_diff_go_by_are_rules_of_legality() -> None:
     """A rule that is renamed must not drop out of the sets silently."""
     problem = Problem(DEEPSEEK, 16, 4096)
+    quantized = replace(problem, shape=replace(DEEPSEEK, dtype="fp8_block128"), num_tokens=8)
     reasons = {
         space.rule_of(candidate.reason)
         for arch in ("sm_90", "sm_80")
         for name in STAGES
-        for candidate in space.candidates(problem, KNOWN_TARGETS[arch], name)
+        for each in (problem, quantized)
+        for candidate in space.candidates(each, KNOWN_TARGETS[arch], name)
     }
+    reasons.add(space.rule_of(space.legality(replace(PERMUTED, quantize="separate"), problem, SM_90)))
     first = space.pool(problem, SM_90, "gemm2")[0]
     odd = (replace(first, family="vendor"), replace(first, tile_size=48))
     reasons |= {space.rule_of(f"gemm2: {space.legality(stage, problem, SM_90)}") for stage in odd}
     assert reasons >= space.LAUNCH_RULES | space.RESOURCE_RULES
     assert space.rule_of("") == ""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("arch", KNOWN_TARGETS)
+def test_default_is_legal_for_every_dtype(arch: str, dtype: DType) -> None:
+    """On chips that multiply it; elsewhere nothing is legal, and the reason is the dtype."""
+    target = KNOWN_TARGETS[arch]
+    for shape in (replace(shape, dtype=dtype) for shape in dict.fromkeys(LANDSCAPE)):
+        for local_experts, num_tokens in product(ranks(shape), TOKENS[::2]):
+            problem = Problem(shape, local_experts, num_tokens)
+            reason = space.tactic_legality(space.default_tactic(problem, target), problem, target)
+            if shape.scales and not target.has_fp8:
+                assert reason == f"gemm1: dtype: {arch} does not multiply fp8"
+                assert space.pool(problem, target, "gemm1") == []
+            else:
+                assert reason == "", problem
+
+
+def reason_against(stage: Stage, dtype: DType = "bf16", arch: str = "sm_90", tokens: int = 2048, **of_gemm: Any) -> str:
+    """Why a stage with other choices of its GEMM may not be tried; 64 rows per expert, or 8 slots for gemv."""
+    stage = replace(stage, gemm=replace(stage.own_gemm, **of_gemm))
+    problem = Problem(LayerShape(2048, 1024, 256, 8, dtype), 16, 1 if stage.family == "gemv" else tokens)
+    return space.legality(stage, problem, KNOWN_TARGETS[arch])
+
+
+def test_where_hidden_rows_are_quantised() -> None:
+    """In the epilogue where it sees all that share a scale, else by a kernel of its own."""
+    separate = replace(PERMUTED, quantize="separate")
+    plain = replace(PERMUTED, activation="separate")
+    assert reason_against(PERMUTED) == reason_against(SWAPPED, "fp8_block128") == ""
+    assert reason_against(PERMUTED, "fp8_tensor") == reason_against(PERMUTED, "fp8_tensor", block_n=128) == ""
+    assert reason_against(PERMUTED, "fp8_block128", block_n=128) == (
+        "scales: the epilogue sees 64 columns, a scale belongs to 128"
+    )
+    assert reason_against(PERMUTED, "fp8_channel") == (
+        "scales: the epilogue sees a part of a row, a scale belongs to all of it"
+    )
+    for dtype in SCALES:
+        assert reason_against(separate, dtype, block_n=128) == reason_against(plain, dtype, block_n=128) == ""  # type: ignore[arg-type]
+        assert space.rule_of(reason_against(replace(plain, quantize="separate"), dtype)) == "quantize"  # type: ignore[arg-type]
+    assert reason_against(separate) == "quantize: there is nothing left for a kernel of its own to quantise"
+    assert reason_against(STREAM, "fp8_block128") == ""
+    assert reason_against(STREAM, "fp8_channel") == "quantize: gemv quantises hidden rows in a kernel of its own"
+    assert reason_against(replace(STREAM, quantize="separate"), "fp8_tensor") == ""
+    assert reason_against(replace(STREAM, quantize="separate"), "fp8_block128") == (
+        "quantize: gemv quantises hidden rows as it reads them"
+    )
+
+
+def test_a_step_lies_in_one_group_of_scales() -> None:
+    """Of 256 columns two groups of scales would be met; other kinds of scales do not mind."""
+    separate = replace(PERMUTED, quantize="separate")
+    assert reason_against(separate, "fp8_block128", block_k=256) == (
+        "scales: block_k 256 spans several groups of 128 columns"
+    )
+    assert "scales" not in reason_against(separate, "fp8_channel", block_k=256)
+
+
+def test_which_kernels_start_before_their_forerunner_ends() -> None:
+    assert reason_against(STREAM, pdl=True) == ""
+    assert reason_against(STREAM, pdl=True, arch="sm_80") == "pdl: sm_80 has no programmatic dependent launch"
+    assert space.rule_of(reason_against(STREAM, pdl=True, arch="gfx942")) == "pdl"
+    assert space.rule_of(reason_against(PERMUTED, pdl=True)) == "form"
+
+
+def test_which_rounds_may_be_cut() -> None:
+    assert reason_against(PERMUTED, tail=2) == reason_against(PERMUTED, tail=4) == ""
+    assert space.rule_of(reason_against(PERMUTED, tail=3)) == "form"
+    assert space.rule_of(reason_against(PERMUTED, tail=2, schedule="grid")) == "form"
+    assert reason_against(PERMUTED, "fp8_block128", tail=2) == (
+        "scales: a cut tile has fewer columns than a scale belongs to"
+    )
+    assert reason_against(replace(PERMUTED, quantize="separate"), "fp8_block128", tail=2, block_n=128) == ""
+    assert space.rule_of(reason_against(PERMUTED, tail=2, swap_ab=True)) == "tail"
+    assert reason_against(STREAM, tail=2) == "form: gemv has no tiles to cut"
+
+
+def test_loading_ahead_needs_a_second_step() -> None:
+    assert reason_against(STREAM, num_stages=2, block_k=512) == ""
+    assert reason_against(STREAM, num_stages=2, block_k=2048) == (
+        "stages: there is one step only, nothing to load ahead"
+    )

@@ -73,7 +73,6 @@ def main() -> None:
         rows.permute_rows(x, ints(512), ints(17), 8, sorted_rows, 1024, launch=compile_only)
         rows.swiglu(empty(512, 2 * columns), ints(17), sorted_rows, 1024, launch=compile_only)
         rows.combine(sorted_rows, ints(512), weights, x, launch=compile_only)
-        rows.combine_slots(sorted_rows, ints(64, 8), 0, 16, weights, x, launch=compile_only)
         rows.cast_rows(x.float(), x, launch=compile_only)
         rows.zero_fill(x, launch=compile_only)
     router.softmax_topk(empty(64, 160), 8, True, launch=compile_only)

@@ -11,14 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import triton
 
 from fitune.footprint import shared_memory_bytes
-from fitune.measure.compile import compile_stages
+from fitune.measure.compile import compile_stage, compile_stages
 from fitune.models import preset
-from fitune.problem import Problem
+from fitune.problem import LayerShape, Problem
 from fitune.record import Status
 from fitune.space import legality
-from fitune.tactic import parse_stage
+from fitune.tactic import Stage, parse_stage
 from fitune.target import KNOWN_TARGETS
 
 SHARED_BYTES_LIMIT = 232_448
@@ -40,8 +41,7 @@ def test_compiles_for_hopper(tmp_path: Path) -> None:
         "count_kernel": 1,
         "rank_kernel": 2,
         "place_kernel": 1,
-        **dict.fromkeys(MOVERS - {"combine_kernel"}, 2),
-        "combine_kernel": 4,
+        **dict.fromkeys(MOVERS, 2),
         "softmax_kernel": 1,
         "grouped_kernel": 1,
     }
@@ -67,7 +67,7 @@ STAGES_FOR_HOPPER = {
     "t128 g2:128x64/g1/w8/s3/grid/ptr fin:reduce": 16384,
     "t256 gather:fused act:separate g1:128x64/g8/w8/s3/grid/ptr": 16384,
     "gemv t1 gather:fused act:fused g1:8x1024/g1/w4/s1/p16/ptr": 8,
-    "gemv t1 g2:4x1024/g1/w4/s1/grid/ptr fin:reduce": 8,
+    "gemv t1 g2:4x1024/g1/w4/s1/grid/ptr fin:fused": 8,
 }
 
 
@@ -97,3 +97,67 @@ def test_one_slot_compiles_for_hopper(tmp_path: Path, monkeypatch: pytest.Monkey
     stages = [parse_stage(text) for text in list(STAGES_FOR_HOPPER)[-2:]]
     for report in compile_stages(stages, problem, KNOWN_TARGETS["sm_90"], workers=2):
         assert report.status is Status.OK and report.spill_bytes == 0, (str(report.stage), report.error)
+
+
+# For each chip and dtype of a layer: a stage of each class that tells the most.
+STAGES_ELSEWHERE = {
+    ("sm_80", "bf16"): [
+        "t64 gather:fused act:fused g1:128x32/g8/w4/s3/grid/ptr",
+        "gemv t1 gather:fused act:fused g1:4x512/g1/w2/s2/grid/ptr",
+    ],
+    ("sm_89", "fp8_block128"): [
+        "t16 gather:fused act:fused quant:separate g1:64x128/g1/w8/s4/grid/ptr",
+        "t32 g2:64x64/g8/w8/s4/p2/ptr fin:fused",
+    ],
+    ("sm_90", "fp8_block128"): [
+        "t16 gather:fused act:fused g1:256x64/g8/w4/s3/p1/tma/swap",
+        "t64 g2:128x128/g8/w4/s3/p1f/tma fin:reduce",
+        "gemv t1 gather:fused act:fused g1:8x512/g1/w4/s1/grid/ptr/pdl",
+    ],
+    ("sm_90", "fp8_channel"): [
+        "t64 gather:permute act:fused quant:separate g1:128x128/g8/w4/s3/p1/tma",
+        "gemv t1 gather:fused act:fused quant:separate g1:4x512/g1/w4/s1/grid/ptr",
+    ],
+    ("sm_100", "fp8_tensor"): ["t128 gather:permute act:fused g1:256x128/g8/w8/s3/p1/tma"],
+    ("gfx942", "bf16"): ["gemv t1 gather:fused act:fused g1:8x512/g1/w4/s1/p16/ptr"],
+    ("gfx942", "fp8_block128"): [
+        "t64 gather:fused act:fused quant:separate g1:128x32/g8/w4/s4/grid/ptr",
+        "gemv t1 gather:fused act:fused g1:8x512/g1/w2/s1/grid/ptr",
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "dtype"), STAGES_ELSEWHERE)
+def test_what_is_legal_compiles(arch: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp8 on every chip that multiplies it, in the form the chip has; AMD's compiler meets no name of NVIDIA's."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    target, shape = KNOWN_TARGETS[arch], LayerShape(2048, 768, 128, 8, dtype)  # type: ignore[arg-type]
+    stages = [parse_stage(text) for text in STAGES_ELSEWHERE[arch, dtype]]
+    for stage in stages:
+        rows = 1 if stage.family == "gemv" else 16 * stage.tile_size
+        assert legality(stage, Problem(shape, 128, rows), target) == "", str(stage)
+    for report in compile_stages(stages, Problem(shape, 128, 8), target, workers=2):
+        assert report.status is Status.OK, (str(report.stage), report.error)
+        assert not report.spill_bytes or arch == "sm_100", str(report.stage)
+    if dtype.startswith("fp8"):
+        texts = [path.read_text() for path in tmp_path.rglob("*.ttir")]
+        assert any(("f8E4M3FNUZ" if arch == "gfx942" else "f8E4M3FN") in text for text in texts)
+        assert arch != "gfx942" or not any("f8E4M3FN>" in text for text in texts)
+
+
+SERIALIZED = parse_stage("t32 gather:permute act:fused g1:128x64/g8/w4/s4/p1f/tma/swap")
+
+
+def report_on(stage: Stage) -> bool:
+    report = compile_stage(stage, Problem(preset("deepseek-v3").shape, 16, 512), KNOWN_TARGETS["sm_90"])
+    assert report.status is Status.OK, report.error
+    return report.serialized_wgmma
+
+
+@pytest.mark.slow
+def test_serialised_wgmma_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A swapped tile in a flat loop, under Triton 3.6, whose ptxas serialises it; not where the loop is not flat."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert not report_on(replace(SERIALIZED, gemm=replace(SERIALIZED.own_gemm, flatten=False)))
+    assert report_on(SERIALIZED) == triton.__version__.startswith("3.6.")
