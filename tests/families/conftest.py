@@ -21,7 +21,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
     def put(distribution: str, points: dict[str, str], modules: dict[str, str] | None = None) -> Path:
         site = tmp_path / distribution
-        info = site / f"{distribution}-1.0.dist-info"
+        info = site / f"{distribution.replace('-', '_')}-1.0.dist-info"  # else Python takes "fitune" for its name
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
         lines = [f"{name} = {value}" for name, value in points.items()]
