@@ -51,7 +51,7 @@ def test_claims_about_ep_sizes_hold_in_truth(make: SimpleNamespace, noise: float
     """Exhaustive sweeps of three EP sizes that truly prefer different tactics, by some percent: what is called real
     costs time in truth, and on the side that is named; what is called a tie does not."""
     claimed = {Verdict.REAL: 0, Verdict.TIE: 0}
-    for seed in range(2):
+    for seed in range(4):
         tuner = make.Tuner(seed, noise, stages=2000, place=0.05)
         sides = {
             experts: tuned(make, f"L={experts}", tuner, [make.key(tokens, experts) for tokens in TOKENS])
