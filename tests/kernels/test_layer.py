@@ -18,13 +18,13 @@ from checking import CheckedLauncher
 
 from fitune import space
 from fitune.kernels import reference
+from fitune.kernels.launches import is_wide
 from fitune.kernels.layer import (
     INTERPRETED,
     IO_DTYPES,
     LayerArgs,
     Workspace,
     can_use_tma,
-    is_wide,
     row_of_slots,
     run_layer,
 )

@@ -94,10 +94,9 @@ def test_combine(top_k: int, columns: int, dtype: torch.dtype, generator: torch.
     torch.testing.assert_close(out.float(), expected, **tolerance(dtype))
     assert not out[0].any()
 
-    for given in (ids, ids.int(), ids.T.contiguous().T):
-        again = torch.full((num_tokens, columns), NAN, dtype=dtype, device=device)
-        rows.combine_slots(by_slot, given, 1, 2, weights.T.contiguous().T, again)
-        assert torch.equal(again, out)
+    again = torch.full((num_tokens, columns), NAN, dtype=dtype, device=device)
+    rows.combine(by_slot[local], row_of_slot, weights.T.contiguous().T, again)
+    assert torch.equal(again, out)
 
 
 def test_combine_from_float32(generator: torch.Generator) -> None:
@@ -134,7 +133,6 @@ def test_no_tokens(device: torch.device) -> None:
     rows.permute_rows(empty, ints, expert_rows(0, device), 8, empty, num_programs=2)
     rows.swiglu(torch.empty((0, 128), device=device), expert_rows(0, device), empty, num_programs=2)
     rows.combine(empty, ints, weights, empty)
-    rows.combine_slots(empty, weights.int(), 0, 4, weights, empty)
     rows.cast_rows(empty, empty)
     rows.zero_fill(empty)
 
