@@ -29,10 +29,11 @@ PARTS_EVERY: Final = 4
 NOISE_ROUNDS: Final = (8, 24)
 NOISE_US: Final = 1_000_000.0
 # By dtype: largest error of an element over (its own size + RMS of the reference), and RMS of the error over that RMS.
-# In fp8 a value near the middle of two steps may fall to either side of the reference's choice, 6 % of it away.
+# In fp8 a value near the middle of two steps may fall to either side of the reference's choice, 6 % of it away: few
+# values, so the RMS stays small, but among some 10^8 results the largest error is a multiple of the bf16 one.
 TOLERANCES: Final[dict[str, tuple[float, float]]] = {
     "bf16": (0.15, 1e-2), "fp16": (0.03, 2e-3), "fp32": (1e-3, 1e-4),
-    "fp8_block128": (0.25, 4e-2), "fp8_channel": (0.25, 4e-2), "fp8_tensor": (0.25, 4e-2),
+    "fp8_block128": (0.6, 4e-2), "fp8_channel": (0.6, 4e-2), "fp8_tensor": (0.6, 4e-2),
 }  # fmt: skip
 BOTH: Final[tuple[StageName, StageName]] = ("gemm1", "gemm2")
 

@@ -1,4 +1,7 @@
-"""What a store already knows about stages: its records of this device, these kernels and this regime."""
+"""What a store already knows about stages: its records of this device, these kernels and this regime.
+
+Times under other kernels are no results. What they found fast is still the best guess of where to look first.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,7 @@ class Evidence:
         self._regime = regime
         self._stages: dict[tuple[Key, StageName], dict[Stage, StageResult]] = {}
         self._finals: dict[Key, dict[str, dict[Tactic, Record]]] = {}
+        self._former: dict[tuple[Key, StageName], dict[Stage, float]] = {}
 
     @classmethod
     def load(
@@ -56,7 +60,19 @@ class Evidence:
         for record in sorted(records, key=lambda item: item.time_s):
             if record.environment_id in fitting and found._comparable(record):
                 found.add(record)
+            elif record.environment_id not in fitting:
+                found._add_former(record)
         return found
+
+    def _add_former(self, record: Record) -> None:
+        if isinstance(record.tactic, Stage) and record.measurement is not None:
+            times = self._former.setdefault((record.key, record.tactic.stage), {})
+            times[record.tactic] = record.measurement.median_us
+
+    def former_stages(self, key: Key, part: StageName, most: int) -> list[Stage]:
+        """The stages of a key and GEMM that were fastest on this device under other kernels, fastest first."""
+        times = self._former.get((key, part), {})
+        return sorted(times, key=lambda stage: (times[stage], str(stage)))[:most]
 
     def _comparable(self, record: Record) -> bool:
         if record.measurement is None or self._regime is None:

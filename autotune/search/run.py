@@ -51,6 +51,8 @@ LEAST_TRIALS: Final = 48
 FINALS_SHARE: Final = 0.25
 COMPLETE_MARGIN: Final = 1.05
 WARM_PER_NEIGHBOUR: Final = (2, 1, 1)
+FORMER_STAGES: Final = 6
+"""Stages tried first because they were the fastest of the key under other kernels."""
 
 
 def run_search(
@@ -184,6 +186,8 @@ class _Run:
         )
         ledger.want(first, "default")
         if self.plan.sampler == "pool":
+            for stage in self.evidence.former_stages(key, part, FORMER_STAGES):
+                ledger.want(stage, "former")
             for neighbour, most in zip(self.evidence.neighbours(key, part), WARM_PER_NEIGHBOUR, strict=False):
                 for stage in self.evidence.best_stages(neighbour, part, most):
                     ledger.want(stage, origin_of(neighbour))
