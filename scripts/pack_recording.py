@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("sources", nargs="+", metavar="STORE:LOW-HIGH")
     parser.add_argument("--note", default="")
+    parser.add_argument("--timed-only", action="store_true", help="leave out records without a time")
     given = parser.parse_args()
     environments: dict[str, Environment] = {}
     records: dict[tuple[object, ...], Record] = {}
@@ -68,7 +69,8 @@ def main() -> None:
             return low <= key.num_tokens <= high
 
         for record in store.records(wanted):
-            records[record.key, record.tactic, record.phase] = record
+            if record.status is Status.OK or not given.timed_only:
+                records[record.key, record.tactic, record.phase] = record
         decisions |= store.decisions(wanted)
     used = {item.environment_id for item in (*records.values(), *decisions.values())}
     kept = {name: environments[name] for name in sorted(used)}
