@@ -48,6 +48,8 @@ def test_the_headline_is_that_of_the_results_page() -> None:
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     line = re.search(r"^\| the same, each time over its own load's floor \| (.*) \| (.*) \|$", page, re.MULTILINE)
     assert line is not None
-    said = re.search(r"takes (0\.\d\d) of the time of the best public kernel of each cell in bf16 and (\d\.\d\d) in fp8", FLOWED)
+    said = re.search(
+        r"takes (0\.\d\d) of the time of the best public kernel of each cell in bf16 and (\d\.\d\d) in fp8", FLOWED
+    )
     assert said is not None
     assert said.groups() == tuple(f"{float(value):.2f}" for value in line.groups())

@@ -128,10 +128,10 @@ class GpuMeasurer:
             last = answer["text"]
         raise MeasureError(f"A/A measurement of {tactic} failed: {last}")
 
-    def warm(self, candidates: Sequence[Stage]) -> None:
-        """See protocol.Measurer: compile ahead for the problem measured last."""
-        if self._precompiler is not None and self._problem is not None:
-            self._precompiler.submit(self._problem, candidates, urgent=False)
+    def warm(self, problem: Problem, candidates: Sequence[Stage]) -> None:
+        """See protocol.Measurer: compile ahead, after what is waited for."""
+        if self._precompiler is not None:
+            self._precompiler.submit(problem, candidates, urgent=False)
 
     def use_precompiler(self, precompiler: Precompiler) -> None:
         """From now on let `precompiler` compile ahead; it is closed with this measurer."""

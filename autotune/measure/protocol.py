@@ -47,8 +47,8 @@ class Measurer(Protocol):
         """The relative A/A band: how far two measurements of the same tactic differ on this problem."""
         ...
 
-    def warm(self, candidates: Sequence[Stage]) -> None:
-        """Hint: these stages are likely to be asked for soon (compile ahead). Must not block for long."""
+    def warm(self, problem: Problem, candidates: Sequence[Stage]) -> None:
+        """Hint: these stages of a problem are likely to be asked for soon (compile ahead). Must not block for long."""
         ...
 
     def close(self) -> None:

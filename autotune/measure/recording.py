@@ -95,7 +95,7 @@ class RecordingMeasurer:
         widths = [record.measurement.relative_halfwidth for record in records if record.measurement is not None]
         return max(LEAST_NOISE, math.sqrt(2.0) * statistics.median(widths)) if widths else LEAST_NOISE
 
-    def warm(self, candidates: Sequence[Stage]) -> None:
+    def warm(self, problem: Problem, candidates: Sequence[Stage]) -> None:
         return
 
     def close(self) -> None:

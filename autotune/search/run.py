@@ -9,8 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+
 from fitune.cache.segment import StoreWriter
 from fitune.cache.store import Store
+from fitune.cost import predict_many_us
 from fitune.measure.protocol import Measurer, Outcome
 from fitune.measure.recording import RecordingMeasurer
 from fitune.problem import Key, Problem, key_of
@@ -51,6 +54,8 @@ LEAST_TRIALS: Final = 48
 FINALS_SHARE: Final = 0.25
 COMPLETE_MARGIN: Final = 1.05
 WARM_PER_NEIGHBOUR: Final = (2, 1, 1)
+LOOK_AHEAD: Final = 6
+"""Stages of the next key and GEMM, the cheapest by the cost model, that are compiled while this one is measured."""
 FORMER_STAGES: Final = 6
 """Stages tried first because they were the fastest of the key under other kernels."""
 
@@ -126,7 +131,7 @@ class _Run:
             if deadline is not None and self.clock() >= deadline:
                 self._skip(key, "the budget is used up")
                 continue
-            self._one_key(key, problem, index, len(todo), deadline)
+            self._one_key(key, problem, index, len(todo), deadline, [problem for _, problem in todo[index + 1 :][:1]])
         return SearchSummary(
             len(ordered),
             tuple(self.made),
@@ -146,9 +151,13 @@ class _Run:
         now = self.clock()
         return now + (self.started_s + self.plan.budget_s - now) / keys_left
 
-    def _one_key(self, key: Key, problem: Problem, index: int, total: int, deadline: float | None) -> None:
+    def _one_key(
+        self, key: Key, problem: Problem, index: int, total: int, deadline: float | None, coming: list[Problem]
+    ) -> None:
         default = self.space.default(problem, self.measurer.target)
         ledgers = [self._ledger(key, problem, part, default) for part in STAGES]
+        for other in coming:
+            self._look_ahead(other)
         missing = sum(self.space.missing(problem, self.measurer.target, part) for part in STAGES)
         before = sum(len(ledger.results) for ledger in ledgers)
         self.reused, self.missing = self.reused + before, self.missing + missing
@@ -193,6 +202,22 @@ class _Run:
                     ledger.want(stage, origin_of(neighbour))
         return ledger
 
+    def _look_ahead(self, problem: Problem) -> None:
+        """Have the first candidates of the key that comes next compiled while this one is measured."""
+        if self.plan.sampler != "pool" or isinstance(self.measurer, RecordingMeasurer):
+            return
+        target, key = self.measurer.target, key_of(problem, self.measurer.target.device)
+        default = self.space.default(problem, target)
+        for part in STAGES:
+            stages = list(self.space.pool(problem, target, part))
+            cheapest = np.argsort(predict_many_us(stages, problem, target), kind="stable")[:LOOK_AHEAD]
+            likely = [default.stage(part), *self.evidence.former_stages(key, part, FORMER_STAGES)]
+            for neighbour, most in zip(self.evidence.neighbours(key, part), WARM_PER_NEIGHBOUR, strict=False):
+                likely += self.evidence.best_stages(neighbour, part, most)
+            known, members = self.evidence.stages(key, part), {default.stage(part), *stages}
+            likely += [stages[row] for row in cheapest]
+            self.measurer.warm(problem, [stage for stage in dict.fromkeys(likely) if stage in members - known.keys()])
+
     def _sweeps(self, pool: int) -> bool:
         """A small pool is swept whole, in the order of the estimates, where nothing limits it."""
         plan = self.plan
@@ -231,7 +256,7 @@ class _Run:
     def _measure(self, key: Key, problem: Problem, ledger: Ledger, asked: list[Asked], room: int) -> None:
         waiting = {item.stage: item for item in asked}
         if isinstance(ledger.sampler, PoolSampler) and room > len(asked):
-            self.measurer.warm([ledger.pool.stages[row] for row in ledger.sampler.likely()])
+            self.measurer.warm(problem, [ledger.pool.stages[row] for row in ledger.sampler.likely()])
         best_us = ledger.best_us
         hopeless_us = None if best_us is None else HOPELESS * best_us
         for outcome in self.measurer.stages(problem, list(waiting), hopeless_us):

@@ -193,7 +193,7 @@ def test_what_did_not_compile_ahead_never_reaches_the_child() -> None:
     aborts, hangs, greedy = (replace(good, gemm=replace(good.gemm, num_warps=warps)) for warps in (8, 2, 1))
     with GpuMeasurer(device="cpu", problems=[PROBLEM]) as measurer:
         measurer.use_precompiler(CompilePool(measurer.target, workers=2, limit_s=1.0, module="bad_child"))
-        measurer.warm([good])
+        measurer.warm(PROBLEM, [good])
         outcomes = {o.tactic: o.status for o in measurer.stages(PROBLEM, [hangs, aborts, good, greedy], None)}
         assert measurer.restarts == 0
     assert outcomes == {

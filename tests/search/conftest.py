@@ -122,7 +122,7 @@ class SyntheticMeasurer:
     def noise(self, problem: Problem, tactic: Tactic) -> float:
         return 2.0 * self.noise_share
 
-    def warm(self, candidates: Sequence[Stage]) -> None:
+    def warm(self, problem: Problem, candidates: Sequence[Stage]) -> None:
         return
 
     def close(self) -> None:
