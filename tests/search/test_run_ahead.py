@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fitune.cache import open_store
+from fitune.cache.store import Store
 from fitune.problem import LayerShape, Problem
 from fitune.search.plan import SearchPlan
 from fitune.search.run import run_search
@@ -26,7 +26,7 @@ def test_the_next_key_is_compiled_ahead(lab: SimpleNamespace, tmp_path: Path, mo
             before_its_turn.update(candidates)
 
     monkeypatch.setattr(measurer, "warm", warm)
-    summary = run_search(SearchPlan(problems, trials=12), measurer, open_store(tmp_path / "store"))
+    summary = run_search(SearchPlan(problems, trials=12), measurer, Store.open(tmp_path / "store", create=True))
     last = next(problem for problem in problems if problem.num_tokens == summary.decided[-1].key.num_tokens)
     default = default_tactic(last, measurer.target)
     assert {default.stage(part) for part in STAGES} <= before_its_turn
