@@ -177,10 +177,12 @@ def serializes_wgmma(collector: Collector, target: Target, log: str) -> bool:
     """
     if _SERIALIZED.search(log):
         return True
-    texts = [kernel.asm["ptx"] for kernel in collector.compiled if "wgmma.mma_async" in kernel.asm.get("ptx", "")]
-    if not texts or "ptxas info" in log:
-        return False
-    return any(ptxas_facts(text, target)["serialized_wgmma"] for text in texts)
+    unheard = [
+        kernel.asm["ptx"]
+        for kernel in collector.compiled
+        if "wgmma.mma_async" in kernel.asm.get("ptx", "") and f"'{kernel.metadata.name}'" not in log
+    ]
+    return any(ptxas_facts(text, target)["serialized_wgmma"] for text in unheard)
 
 
 def ptxas_facts(ptx: str, target: Target) -> dict[str, Any]:

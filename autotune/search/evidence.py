@@ -6,7 +6,7 @@ Times under other kernels are no results. What they found fast is still the best
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from fitune.problem import Key
@@ -69,10 +69,10 @@ class Evidence:
             times = self._former.setdefault((record.key, record.tactic.stage), {})
             times[record.tactic] = record.measurement.median_us
 
-    def former_stages(self, key: Key, part: StageName, most: int) -> list[Stage]:
-        """The stages of a key and GEMM that were fastest on this device under other kernels, fastest first."""
+    def former_stages(self, key: Key, part: StageName, most: int, legal: Container[Stage]) -> list[Stage]:
+        """Legal stages of a key and GEMM that were fastest on this device under other kernels, fastest first."""
         times = self._former.get((key, part), {})
-        return sorted(times, key=lambda stage: (times[stage], str(stage)))[:most]
+        return sorted((stage for stage in times if stage in legal), key=lambda stage: (times[stage], str(stage)))[:most]
 
     def _comparable(self, record: Record) -> bool:
         if record.measurement is None or self._regime is None:

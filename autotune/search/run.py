@@ -195,7 +195,7 @@ class _Run:
         )
         ledger.want(first, "default")
         if self.plan.sampler == "pool":
-            for stage in self.evidence.former_stages(key, part, FORMER_STAGES):
+            for stage in self.evidence.former_stages(key, part, FORMER_STAGES, ledger.pool):
                 ledger.want(stage, "former")
             for neighbour, most in zip(self.evidence.neighbours(key, part), WARM_PER_NEIGHBOUR, strict=False):
                 for stage in self.evidence.best_stages(neighbour, part, most):
@@ -211,7 +211,7 @@ class _Run:
         for part in STAGES:
             stages = list(self.space.pool(problem, target, part))
             cheapest = np.argsort(predict_many_us(stages, problem, target), kind="stable")[:LOOK_AHEAD]
-            likely = [default.stage(part), *self.evidence.former_stages(key, part, FORMER_STAGES)]
+            likely = [default.stage(part), *self.evidence.former_stages(key, part, FORMER_STAGES, stages)]
             for neighbour, most in zip(self.evidence.neighbours(key, part), WARM_PER_NEIGHBOUR, strict=False):
                 likely += self.evidence.best_stages(neighbour, part, most)
             known, members = self.evidence.stages(key, part), {default.stage(part), *stages}

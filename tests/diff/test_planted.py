@@ -40,7 +40,7 @@ def test_an_axis_that_lacks_the_winners_value(make: SimpleNamespace, swapped: bo
 
 def test_a_pruning_rule_that_only_one_ep_size_meets(make: SimpleNamespace) -> None:
     gemv = parse_tactic(
-        "gemv t1 gather:fused act:fused g1:8x1024/g1/w4/s1/grid/ptr g2:4x1024/g1/w4/s1/grid/ptr fin:reduce"
+        "gemv t1 gather:fused act:fused g1:8x1024/g1/w4/s1/grid/ptr g2:4x1024/g1/w4/s1/grid/ptr fin:fused"
     )
     one, sixteen = make.key(4, 256), make.key(4, 16)
     assert not space.tactic_legality(gemv, sixteen.problem(), make.TARGET)

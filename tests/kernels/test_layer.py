@@ -38,7 +38,7 @@ POINTERS = "t16 gather:fused act:fused g1:64x64/g8/w4/s3/p1/ptr g2:64x64/g8/w4/s
 ATOMICS = "t16 gather:fused act:fused g1:64x64/g8/w4/s3/p1/tma g2:64x64/g8/w4/s3/p1/tma fin:fused"
 PERMUTED = "t16 gather:permute act:separate g1:64x64/g8/w4/s3/p1/tma g2:64x64/g8/w4/s3/p1/tma fin:reduce"
 SWAPPED = "t32 gather:fused act:fused g1:128x64/g1/w4/s3/grid/tma/swap g2:64x64/g1/w4/s3/grid/tma/swap fin:reduce"
-GEMV = "gemv t1 gather:fused act:fused g1:64x64/g1/w4/s1/p2/ptr g2:32x64/g1/w4/s1/p2/ptr fin:reduce"
+GEMV = "gemv t1 gather:fused act:fused g1:64x64/g1/w4/s1/p2/ptr g2:32x64/g1/w4/s1/p2/ptr fin:fused"
 FORMS = {"pointers": POINTERS, "atomics": ATOMICS, "permuted": PERMUTED, "swapped": SWAPPED, "gemv": GEMV}
 
 

@@ -6,16 +6,20 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import triton
 
-from fitune.measure.build import normalized_code
+from fitune.measure import compiler
+from fitune.measure.build import Collector, normalized_code
 from fitune.measure.compile import CompilePool, compile_stage, compile_stages, job_key
-from fitune.measure.compiler import _SERIALIZED, meta_tensors
+from fitune.measure.compiler import _SERIALIZED, SERIALIZED, Compiler, meta_tensors, serializes_wgmma
+from fitune.measure.wire import problem_to_wire, target_to_wire
 from fitune.problem import LayerShape, Problem
 from fitune.record import Status
 from fitune.tactic import GemmTactic, Stage, parse_stage
-from fitune.target import KNOWN_TARGETS
+from fitune.target import KNOWN_TARGETS, Target
 
 SHAPE = LayerShape(256, 128, 8, 2)
 PROBLEM = Problem(SHAPE, 4, 300)
@@ -139,7 +143,7 @@ def test_a_job_is_done_once_and_closing_does_not_wait_for_a_hang(pool: CompilePo
 
 def test_jobs_depend_on_the_load_in_gemv_only() -> None:
     other = Problem(SHAPE, 2, 16)
-    gemv = Stage("gemm2", "gemv", 1, GemmTactic(4, 512), finalize="reduce")
+    gemv = Stage("gemm2", "gemv", 1, GemmTactic(4, 512), finalize="fused")
     assert job_key(PROBLEM, TMA) == job_key(other, TMA)
     assert job_key(PROBLEM, gemv) != job_key(other, gemv)
 
@@ -161,7 +165,89 @@ def test_normalized_code_drops_places_and_keeps_code() -> None:
     assert "$L__BB0_1:" in normalized_code(ptx("/a/x.py", 3, 1), "//")
 
 
+SAID = "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
+
+
 def test_what_ptxas_says_of_serialised_instructions_is_recognised() -> None:
-    said = "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
-    assert _SERIALIZED.search(said)
+    assert _SERIALIZED.search(SAID)
     assert not _SERIALIZED.search("ptxas info    : Used 168 registers, used 1 barriers")
+
+
+def kernel(name: str, *, wgmma: bool) -> SimpleNamespace:
+    """As much of a compiled kernel as is asked for its tensor-core instructions."""
+    ptx = "wgmma.mma_async.sync.aligned" if wgmma else "ret;"
+    return SimpleNamespace(asm={"ptx": f"{name} {ptx}"}, metadata=SimpleNamespace(name=name, shared=0))
+
+
+def entry(name: str) -> str:
+    return f"ptxas info    : Compiling entry function '{name}' for 'sm_90a'\nptxas info    : Used 168 registers\n"
+
+
+MOVER, GEMM = kernel("permute_kernel", wgmma=False), kernel("grouped_gemm_kernel", wgmma=True)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "log", "assembled"),
+    [
+        ([MOVER, GEMM], entry("permute_kernel") + entry("grouped_gemm_kernel"), False),
+        ([MOVER, GEMM], "", True),
+        ([MOVER, GEMM], entry("permute_kernel"), True),
+        ([MOVER], "", False),
+        ([SimpleNamespace(asm={"amdgcn": ""}, metadata=None)], "", False),
+    ],
+    ids=["all compiled now", "all from the cache", "the GEMM from the cache", "no tensor core", "another vendor"],
+)
+@pytest.mark.parametrize("serialized", [False, True])
+def test_kernels_from_the_cache_are_assembled_once_more(
+    kernels: list[SimpleNamespace], log: str, assembled: bool, serialized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ptxas speaks while it compiles; of a kernel that came from Triton's disk cache it said nothing now."""
+    asked = []
+
+    def ptxas_facts(ptx: str, target: Target) -> dict[str, bool]:
+        asked.append(ptx)
+        return {"serialized_wgmma": serialized}
+
+    monkeypatch.setattr(compiler, "ptxas_facts", ptxas_facts)
+    collector = Collector()
+    collector.compiled += kernels
+    assert serializes_wgmma(collector, SM_90, log) is (assembled and serialized)
+    assert asked == ([GEMM.asm["ptx"]] if assembled else [])
+    assert serializes_wgmma(collector, SM_90, log + SAID)
+    assert len(asked) == assembled
+
+
+@pytest.mark.parametrize("report", [False, True])
+def test_serialised_instructions_reject_a_stage_unless_a_report_is_wanted(
+    report: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before timing, such a stage is not worth its run; a report says what there is and leaves the verdict open."""
+
+    class Finished(Compiler):
+        def _compile(self, stage: Stage, problem: Problem, target: Target) -> Collector:
+            self._ptxas_log = entry("grouped_gemm_kernel") + SAID
+            return Collector()
+
+    request = {"problem": problem_to_wire(PROBLEM), "target": target_to_wire(SM_90), "tactic": str(TMA)}
+    answer = Finished().answer({**request, "report": report})
+    assert (answer["status"], answer["error"]) == (("ok", "") if report else ("rejected", SERIALIZED))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the ptxas of another Triton")
+def test_a_serialised_stage_is_rejected_before_timing() -> None:
+    """For real, compiled anew and from the disk cache; and its like that is not serialised is not."""
+    flat = parse_stage("t32 gather:permute act:fused g1:128x64/g8/w4/s4/p1f/tma/swap")
+    plain = replace(flat, gemm=replace(flat.own_gemm, flatten=False))
+    problem = Problem(LayerShape(7168, 2048, 256, 8), 16, 512)
+    for _ in range(2):
+        pool = CompilePool(SM_90, workers=1)
+        try:
+            pool.submit(problem, [flat, plain])
+            pool.answer(problem, plain)
+            pool.answer(problem, flat)
+            failure = pool.failure(problem, flat)
+            assert failure is not None and (failure.status, failure.error) == (Status.REJECTED, SERIALIZED)
+            assert pool.failure(problem, plain) is None
+        finally:
+            pool.close()

@@ -10,7 +10,7 @@ from fitune.tactic import parse_stage, parse_tactic
 from fitune.target import KNOWN_TARGETS, Environment
 
 STAGE = parse_stage("t64 gather:permute act:separate g1:256x64/g8/w4/s5/p1f/tma")
-TACTIC = parse_tactic("gemv t1 gather:fused act:fused g1:8x512/g1/w4/s1/grid/ptr g2:4x512/g1/w4/s1/p16/ptr fin:reduce")
+TACTIC = parse_tactic("gemv t1 gather:fused act:fused g1:8x512/g1/w4/s1/grid/ptr g2:4x512/g1/w4/s1/p16/ptr fin:fused")
 
 
 def through_the_pipe(message: dict[str, object]) -> dict[str, object]:

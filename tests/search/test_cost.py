@@ -33,7 +33,7 @@ def us(text: str, num_tokens: int, local_experts: int = 16) -> float:
         (f"t64 {SEPARATE} g1:256x64/g8/w4/s5/p1f/tma", f"t64 {SEPARATE} g1:128x64/g8/w4/s3/p3/tma", 16384),
         ("t64 g2:256x64/g8/w4/s5/p1f/tma fin:reduce", "t64 g2:256x64/g8/w4/s5/p1f/tma fin:fused", 8192),
         ("t16 g2:128x64/g8/w4/s4/p3/tma/swap fin:reduce", "t128 g2:256x64/g8/w8/s4/p1f/tma fin:reduce", 128),
-        ("gemv t1 g2:2x2048/g1/w4/s1/p16/ptr fin:reduce", "t16 g2:128x64/g8/w4/s4/p3/tma/swap fin:reduce", 1),
+        ("gemv t1 g2:2x2048/g1/w4/s1/p16/ptr fin:fused", "t16 g2:128x64/g8/w4/s4/p3/tma/swap fin:reduce", 1),
         ("t64 g2:256x64/g8/w4/s5/p1f/tma fin:reduce", "t16 g2:128x64/g8/w4/s4/p3/tma/swap fin:reduce", 8192),
     ],
 )

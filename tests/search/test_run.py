@@ -19,10 +19,11 @@ import pytest
 from fitune.cache.store import Store
 from fitune.errors import InputError, StoreError
 from fitune.problem import Key, key_of
-from fitune.record import Record, Status
+from fitune.record import Measurement, Record, Regime, Status
 from fitune.search import KeyDecided, KeyKept, KeySkipped, KeyStarted, SearchPlan, TrialDone, run_search, study_of
 from fitune.search.plan import _coarse_to_fine, key_distance, order_problems
-from fitune.tactic import Stage, Tactic
+from fitune.search.pool import head_of
+from fitune.tactic import STAGES, Stage, Tactic
 
 
 def new_store(tmp_path: Path, name: str = "store") -> Store:
@@ -159,6 +160,60 @@ def test_other_kernels_are_measured_again_and_force_decides_again(tmp_path: Path
     newer = lab.SyntheticMeasurer(environment=replace(lab.ENVIRONMENT, kernels="newer"))
     summary = run_search(plan, newer, store, space=lab.FewStages())
     assert len(newer.asked) == 16 and summary.reused == 0 and len(summary.decided) == 1
+
+
+def test_the_best_under_other_kernels_are_tried_first_and_count_for_nothing(
+    tmp_path: Path, lab: SimpleNamespace
+) -> None:
+    """Former times are far below what anything takes now: one of them among results would win, or end the search."""
+    problem, few, store = lab.problem(64), lab.FewStages(), new_store(tmp_path)
+    key, older = key_of(problem, lab.TARGET.device), replace(lab.ENVIRONMENT, kernels="older")
+    default, former = few.default(problem, lab.TARGET), {}
+    records = []
+    for name in STAGES:
+        stages = [stage for stage in few.pool(problem, lab.TARGET, name) if stage != default.stage(name)]
+        dropped = [stage for stage in lab.few_stages(problem, name, 200, seed=1) if stage not in stages][:8]
+        former[name] = stages[::4]
+        for rank, stage in enumerate([*dropped, *former[name], default.stage(name)]):
+            seen = Measurement(0.001 * (rank + 1), 0.001 * (rank + 0.5), 0.001 * (rank + 2), 5, Regime())
+            records.append(Record(key, name, stage, Status.OK, older.id, "then", 1.0, measurement=seen))
+        failed = Record(key, name, stages[1], Status.COMPILE_ERROR, older.id, "then", 1.0, error="then")
+        records.append(failed)
+    pairs = [Tactic.of(a, b) for a in former["gemm1"] for b in former["gemm2"] if head_of(a) == head_of(b)]
+    seen = Measurement(0.002, 0.001, 0.003, 5, Regime())
+    records.append(Record(key, "layer", pairs[0], Status.OK, older.id, "then", 1.0, phase="final", measurement=seen))
+    with store.writer() as writer:
+        for item in [older, *records]:
+            writer.append(item)
+
+    measurer, events = lab.SyntheticMeasurer(), []
+    summary = run_search(SearchPlan((problem,), trials=20), measurer, store, events.append, space=few)
+    assert summary.reused == 0 and summary.measured == len(measurer.asked) == 2 * 20
+    now = [record for record in store.records() if record.environment_id == lab.ENVIRONMENT.id]
+    for name in STAGES:
+        tried = [record for record in now if record.part == name]
+        assert [record.tactic for record in tried[:7]] == [default.stage(name), *former[name][:6]]
+        assert [record.origin for record in tried[:7]] == ["default", *["former"] * 6]
+        assert {record.origin for record in tried[7:]} == {"sampler"}
+    assert measurer.hopeless_seen[0] is None and min(us for us in measurer.hopeless_seen if us is not None) > 10.0
+    assert all(event.best_us is None or event.best_us > 10.0 for event in events if isinstance(event, TrialDone))
+    assert all(record.measurement is None or record.measurement.median_us > 10.0 for record in now)
+    (decision,) = summary.decided
+    assert len(measurer.finals_asked) == 1
+    assert {member.tactic for member in decision.members} <= set(measurer.finals_asked[0][1])
+    assert all(member.measurement.median_us > 10.0 for member in decision.members)
+    assert decision.environment_id == lab.ENVIRONMENT.id
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe", "exhaustive"])
+def test_only_the_pool_sampler_is_helped_by_other_kernels(sampler: str, tmp_path: Path, lab: SimpleNamespace) -> None:
+    """The others are there to be compared with."""
+    few, store = lab.FewStages(), new_store(tmp_path)
+    older = replace(lab.ENVIRONMENT, kernels="older")
+    plan = SearchPlan((lab.problem(64),), trials=10, sampler=sampler)
+    run_search(plan, lab.SyntheticMeasurer(environment=older), store, space=few)
+    run_search(plan, lab.SyntheticMeasurer(), store, space=few)
+    assert "former" not in {record.origin for record in store.records()}
 
 
 def test_small_pools_are_swept_in_cost_order(tmp_path: Path, lab: SimpleNamespace) -> None:

@@ -10,8 +10,10 @@ import optuna
 import pytest
 
 from fitune import cost
+from fitune.families.registry import BUILT_IN
+from fitune.problem import DTYPES, DType, LayerShape
 from fitune.search.gp import Hyper, Points, Posterior, _density
-from fitune.search.pool import StagePool, stage_features, suggest_stage
+from fitune.search.pool import StagePool, Value, stage_features, stage_params, suggest_stage
 from fitune.search.proposer import NeighbourTask, _normal_cdf
 from fitune.search.sampler import (
     PoolBase,
@@ -21,7 +23,8 @@ from fitune.search.sampler import (
     SweepSampler,
     TpePoolSampler,
 )
-from fitune.tactic import Stage
+from fitune.tactic import STAGES, Stage
+from fitune.target import KNOWN_TARGETS
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
@@ -129,17 +132,51 @@ def test_same_seed_same_proposals(lab: SimpleNamespace) -> None:
 
 
 def test_a_batch_is_spread_out(lab: SimpleNamespace) -> None:
-    """Proposals planned together must differ more than the best ones taken alone would."""
-    pool, predicted = small_pool(lab, 200)
-    study = optuna.create_study(sampler=PoolSampler(pool, predicted, batch=6))
-    batch = [suggest_stage(study.ask(), pool) for _ in range(6)]
-    alone = [pool.stages[row] for row in np.argsort(predicted)[:6]]
+    """Proposals planned together must differ more than the best ones taken alone would.
 
-    def spread(stages: list) -> float:
+    Over several pools: in a single one, the best few may happen to lie as far apart as any few members do.
+    """
+
+    def spread(stages: list[Stage]) -> float:
         x = np.array([stage_features(stage) for stage in stages])
         return float(np.abs(x[:, None] - x[None, :]).sum())
 
-    assert spread(batch) > 1.3 * spread(alone)
+    together, alone, wider = 0.0, 0.0, 0
+    cases = [(tokens, part) for tokens in (16, 64, 512, 2048) for part in STAGES]
+    for seed, (tokens, part) in enumerate(cases):
+        key = lab.problem(tokens)
+        pool = StagePool(lab.few_stages(key, part, 200, seed))
+        predicted = cost.predict_many_us(pool.stages, key, lab.TARGET)
+        study = optuna.create_study(sampler=PoolSampler(pool, predicted, batch=6))
+        batch = spread([suggest_stage(study.ask(), pool) for _ in range(6)])
+        best = spread([pool.stages[row] for row in np.argsort(predicted)[:6]])
+        together, alone, wider = together + batch, alone + best, wider + (batch > 1.1 * best)
+    assert together > 1.3 * alone
+    assert wider >= 7, f"batches of {len(cases) - wider} pools are no wider than their best six"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parameters_and_features_tell_all_stages_apart(dtype: DType) -> None:
+    """Every legal stage of the built-in families in one pool, whatever the load; StagePool refuses equal parameters."""
+    shape, target = LayerShape(2048, 1024, 64, 4, dtype), KNOWN_TARGETS["sm_90"]
+    for part in STAGES:
+        stages = [stage for family in BUILT_IN for stage in family.legal_stages(shape, target, part)]
+        families = {stage.family for stage in stages}
+        assert families == ({family.name for family in BUILT_IN} if dtype == "bf16" else {"tile", "gemv"})
+        pool = StagePool(stages)
+        assert len(pool) == len(stages) == len(np.unique(pool.features, axis=0)) > 400
+        assert all(pool.index_of_params(pool.params[row]) == row for row in range(0, len(stages), 97))
+
+
+def test_equal_parameters_are_refused(lab: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new field of stages that stage_params does not have must not go unnoticed."""
+
+    def without_loop(stage: Stage) -> dict[str, Value]:
+        return {name: value for name, value in stage_params(stage).items() if name != "loop"}
+
+    monkeypatch.setattr("fitune.search.pool.stage_params", without_loop)
+    with pytest.raises(AssertionError, match="same parameters"):
+        StagePool(lab.few_stages(lab.problem(), "gemm1", 10_000))
 
 
 def test_a_measured_neighbour_points_to_its_best(lab: SimpleNamespace) -> None:
