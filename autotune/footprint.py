@@ -105,6 +105,9 @@ def programs_launched(stage: Stage, problem: Problem, num_sms: int) -> int:
     """Programs of the GEMM's launch. No launch waits for the routing: `grid` must cover the worst case there is."""
     blocks = column_blocks(stage, problem.shape)
     rows = problem.max_routed_rows
-    tiles = rows if stage.family == "gemv" else max_tiles(rows, problem.local_experts, stage.tile_size)
+    if stage.family == "gemv":
+        tiles = rows if stage.stage == "gemm1" else problem.num_tokens  # gemm2 has a program for every token's columns
+    else:
+        tiles = max_tiles(rows, problem.local_experts, stage.tile_size)
     worst = tiles * blocks
     return worst if stage.own_gemm.schedule == "grid" else min(worst, num_sms * stage.own_gemm.programs_per_sm)
