@@ -128,7 +128,10 @@ def class_of(stage: Stage) -> tuple[object, ...]:
 
 @cache
 def smallest_of_each_class(name: StageName, tile_size: int) -> tuple[Stage, ...]:
-    """One stage, the cheapest to interpret, of each class that is legal on some chip for some load."""
+    """The cheapest stages to interpret, legal on some chip for some load, that between them hold what classes hold.
+
+    How tiles are walked, and where rows come from and go, each meets how blocks are loaded; the two need not meet.
+    """
     best: dict[tuple[object, ...], Stage] = {}
     shape = LayerShape(1024, 1024, 8, 2)
     for arch in ("sm_90", "sm_80", "sm_100"):
@@ -139,7 +142,18 @@ def smallest_of_each_class(name: StageName, tile_size: int) -> tuple[Stage, ...]
                 known = best.get(class_of(stage))
                 if stage.tile_size == tile_size and (known is None or cost(stage) < cost(known)):
                     best[class_of(stage)] = stage
-    return tuple(best.values())
+    missing = {part for found in best for part in parts_of(found)}
+    chosen = []
+    while missing:
+        found = max(best, key=lambda each: len(missing & parts_of(each)))
+        chosen.append(best[found])
+        missing -= parts_of(found)
+    return tuple(chosen)
+
+
+def parts_of(found: tuple[object, ...]) -> set[tuple[object, ...]]:
+    """(schedule, flatten, loads, swap) and (loads, swap, gather, activation, finalize) of a class."""
+    return {found[:4], found[2:]}
 
 
 def cost(stage: Stage) -> tuple[int, ...]:
