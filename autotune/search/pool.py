@@ -164,7 +164,7 @@ class StagePool:
     def __len__(self) -> int:
         return len(self.stages)
 
-    def __contains__(self, stage: Stage) -> bool:
+    def __contains__(self, stage: object) -> bool:
         return stage in self._by_stage
 
     def index(self, stage: Stage) -> int | None:
