@@ -142,7 +142,8 @@ def test_an_interrupted_search_resumes_without_measuring_twice(
 
 def test_sigint_ends_a_search_quietly(search_line: Callable[..., Any], recording_file: Path, tmp_path: Path) -> None:
     code = (
-        "import sys, time\n"
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job's children ignore it
         "from fitune.measure import recording\n"
         "original = recording.RecordingMeasurer.stages\n"
         "def slow(self, problem, members, hopeless_us):\n"
