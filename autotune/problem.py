@@ -32,6 +32,16 @@ DEFAULT_TOKENS: Final[tuple[int, ...]] = tuple(2**i for i in range(15))
 DEFAULT_ROUTING: Final = "random"
 
 
+def weight_scale_shapes(scales: Scales, hidden_size: int, intermediate_size: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of one expert's scales of w13 and w2; gate blocks before up blocks. Empty where nothing is scaled."""
+    inner, outer = -(-intermediate_size // SCALE_GROUP), -(-hidden_size // SCALE_GROUP)
+    if scales == "block":
+        return (2 * inner, outer), (outer, inner)
+    if scales == "channel":
+        return (2 * intermediate_size,), (hidden_size,)
+    return ((2,), (1,)) if scales == "tensor" else ()
+
+
 def _positive(owner: str, **values: int) -> None:
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:

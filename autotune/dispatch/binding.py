@@ -8,9 +8,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fitune.dispatch.scales import FP8_DTYPES, NO_SCALES, SCALE_NAMES, ScaleTensors, Wanted, dtype_name, wanted_scales
+from fitune.dispatch.scales import NO_SCALES, SCALE_NAMES, ScaleTensors, Wanted, dtype_name, wanted_scales
 from fitune.errors import DispatchError
 from fitune.kernels.layer import IO_DTYPES, weight_dtype
+from fitune.kernels.quantize import FP8_DTYPES
 from fitune.problem import LayerShape
 
 ID_DTYPES: Final = (torch.int32, torch.int64)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fitune.errors import DispatchError
 from fitune.kernels.layer import IO_DTYPES
-from fitune.problem import DTYPES, SCALE_GROUP, SCALES, DType, Scales
+from fitune.kernels.quantize import FP8_DTYPES
+from fitune.problem import DTYPES, SCALES, DType, Scales, weight_scale_shapes
 
 ScaleTensors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """w13_scale, w2_scale, x_scale, hidden_scale of a call."""
@@ -18,7 +19,6 @@ Wanted = tuple[tuple[int, ...], str]
 
 SCALE_NAMES: Final = ("w13_scale", "w2_scale", "x_scale", "hidden_scale")
 NO_SCALES: Final[ScaleTensors] = (None, None, None, None)
-FP8_DTYPES: Final = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -37,28 +37,22 @@ def gathered(
 
 def wanted_scales(scales: Scales, local_experts: int, intermediate_size: int, hidden_size: int) -> dict[str, Wanted]:
     """By name, the scales that a layer's calls must bring, as LayerArgs describes them; all float32."""
-    inner, outer = -(-intermediate_size // SCALE_GROUP), -(-hidden_size // SCALE_GROUP)
-    if scales == "block":
-        return {
-            "w13_scale": (
-                (local_experts, 2 * inner, outer),
-                "local_experts, gate blocks then up blocks of 128 rows, blocks of 128 columns",
-            ),
-            "w2_scale": ((local_experts, outer, inner), "local_experts, blocks of 128 rows, blocks of 128 columns"),
-        }
-    if scales == "channel":
-        return {
-            "w13_scale": ((local_experts, 2 * intermediate_size), "local_experts, 2 * intermediate_size"),
-            "w2_scale": ((local_experts, hidden_size), "local_experts, hidden_size"),
-        }
+    axes = {
+        "block": (
+            "local_experts, gate blocks then up blocks of 128 rows, blocks of 128 columns",
+            "local_experts, blocks of 128 rows, blocks of 128 columns",
+        ),
+        "channel": ("local_experts, 2 * intermediate_size", "local_experts, hidden_size"),
+        "tensor": ("local_experts, gate and up", "local_experts, 1"),
+        "": (),
+    }[scales]
+    shapes = weight_scale_shapes(scales, hidden_size, intermediate_size)
+    wanted = {
+        name: ((local_experts, *shape), words) for name, shape, words in zip(SCALE_NAMES, shapes, axes, strict=False)
+    }
     if scales == "tensor":
-        return {
-            "w13_scale": ((local_experts, 2), "local_experts, gate and up"),
-            "w2_scale": ((local_experts, 1), "local_experts, 1"),
-            "x_scale": ((1, 1), "one for all of x"),
-            "hidden_scale": ((1, 1), "one for all hidden rows"),
-        }
-    return {}
+        wanted |= {"x_scale": ((1, 1), "one for all of x"), "hidden_scale": ((1, 1), "one for all hidden rows")}
+    return wanted
 
 
 def layer_dtype(x: Tensor, w13: Tensor, scales: ScaleTensors) -> DType:

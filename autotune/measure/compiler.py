@@ -24,9 +24,9 @@ from triton.runtime import driver
 from fitune.errors import InputError
 from fitune.kernels.layer import IO_DTYPES, LayerArgs, Workspace, fp8_of, weight_dtype
 from fitune.measure.build import Collector, classify, code_hash, compile_stage_launches, error_text
-from fitune.measure.inputs import given_scales, scale_shape
+from fitune.measure.inputs import given_scales
 from fitune.measure.wire import ChildPort, problem_from_wire, target_from_wire
-from fitune.problem import Problem
+from fitune.problem import Problem, weight_scale_shapes
 from fitune.record import Status
 from fitune.tactic import Stage, parse_stage
 from fitune.target import Target
@@ -134,10 +134,7 @@ def meta_tensors(problem: Problem, target: Target) -> tuple[LayerArgs, Workspace
         **given_scales(shape, "meta"),
     )
     if shape.scales:
-        sizes = (
-            scale_shape(shape, 2 * intermediate, hidden, intermediate),
-            scale_shape(shape, hidden, intermediate, hidden),
-        )
+        sizes = weight_scale_shapes(shape.scales, hidden, intermediate)
         args.w13_scale, args.w2_scale = (empty(local, *size, of=torch.float32) for size in sizes)
     workspace = Workspace.allocate(shape, local, tokens, "meta", num_sms=target.num_sms, fp8=fp8)
     return args, workspace, torch.empty_like(args.x)

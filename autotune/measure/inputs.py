@@ -28,7 +28,7 @@ from fitune.kernels.layer import (
     weight_dtype,
 )
 from fitune.kernels.quantize import Quantized, fp8_max
-from fitune.problem import SCALE_GROUP, LayerShape, Problem
+from fitune.problem import LayerShape, Problem, weight_scale_shapes
 from fitune.record import Accuracy
 from fitune.routing import draw_topk_ids, draw_topk_weights, local_rows, representative_ids
 from fitune.tactic import StageName
@@ -86,8 +86,9 @@ class WeightBank:
             torch.cuda.empty_cache()
         generator = torch.Generator(self._device).manual_seed(self._seed)
         hidden, intermediate = shape.hidden_size, shape.intermediate_size
-        self.w13, self.w13_scale = self._draw(generator, shape, experts, 2 * intermediate, hidden, intermediate)
-        self.w2, self.w2_scale = self._draw(generator, shape, experts, hidden, intermediate, hidden)
+        first, second = weight_scale_shapes(shape.scales, hidden, intermediate) or ((), ())
+        self.w13, self.w13_scale = self._draw(generator, shape, experts, 2 * intermediate, hidden, first)
+        self.w2, self.w2_scale = self._draw(generator, shape, experts, hidden, intermediate, second)
         return True
 
     def args(self, shape: LayerShape, first: int, count: int) -> dict[str, Any]:
@@ -99,7 +100,13 @@ class WeightBank:
         return weights
 
     def _draw(
-        self, generator: torch.Generator, shape: LayerShape, experts: int, rows: int, columns: int, split: int
+        self,
+        generator: torch.Generator,
+        shape: LayerShape,
+        experts: int,
+        rows: int,
+        columns: int,
+        scale: tuple[int, ...],
     ) -> tuple[Tensor, Tensor | None]:
         weights = torch.empty((experts, rows, columns), dtype=weight_dtype(shape.dtype, self._fp8), device=self._device)
         if not shape.scales:
@@ -110,19 +117,9 @@ class WeightBank:
         largest = fp8_max(self._fp8)
         for expert in weights:
             expert.copy_(values.normal_(0.0, largest / 5.0, generator=generator).clamp_(-largest, largest))
-        size = (experts, *scale_shape(shape, rows, columns, split))
-        scale = torch.empty(size, dtype=torch.float32, device=self._device)
-        scale.uniform_(-1.0, 1.0, generator=generator).exp2_().mul_(5.0 / largest * columns**-0.5)
-        return weights, scale
-
-
-def scale_shape(shape: LayerShape, rows: int, columns: int, split: int) -> tuple[int, ...]:
-    """Shape of one expert's weight scales; `split` is the first up row of gate and up weights, else the row count."""
-    if shape.scales == "channel":
-        return (rows,)
-    if shape.scales == "tensor":
-        return (rows // split,)
-    return rows // split * -(-split // SCALE_GROUP), -(-columns // SCALE_GROUP)
+        drawn = torch.empty((experts, *scale), dtype=torch.float32, device=self._device)
+        drawn.uniform_(-1.0, 1.0, generator=generator).exp2_().mul_(5.0 / largest * columns**-0.5)
+        return weights, drawn
 
 
 def given_scales(shape: LayerShape, device: str) -> dict[str, Tensor | None]:

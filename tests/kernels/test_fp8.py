@@ -19,8 +19,7 @@ from fitune import space
 from fitune.kernels import quantize, reference, rows
 from fitune.kernels.launch import INTERPRETED
 from fitune.kernels.layer import LayerArgs, Workspace, hidden_q, row_of_slots, run_layer
-from fitune.measure.inputs import scale_shape
-from fitune.problem import SCALES, DType, LayerShape, Problem
+from fitune.problem import SCALES, DType, LayerShape, Problem, weight_scale_shapes
 from fitune.tactic import STAGES, TILE_SIZES, Stage, StageName, Tactic, parse_tactic
 from fitune.target import KNOWN_TARGETS
 
@@ -112,16 +111,16 @@ def draw_args(load: Load, generator: torch.Generator) -> LayerArgs:
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=generator, device=device)
 
-    def weights(rows: int, columns: int, split: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def weights(rows: int, columns: int, scale: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         values = (draw(load.local_experts, rows, columns) * 100).clamp(-448, 448).to(E4M3)
-        size = (load.local_experts, *scale_shape(load.shape, rows, columns, split))
-        return values, stepped(size, 0.01 / columns**0.5, device)
+        return values, stepped((load.local_experts, *scale), 0.01 / columns**0.5, device)
 
     ids = torch.rand((load.num_tokens, load.num_experts), generator=generator, device=device)
     ids = ids.argsort(dim=1)[:, : load.top_k].int()
     ids[torch.rand(ids.shape, generator=generator, device=device) < 0.1] = -1
-    w13, w13_scale = weights(2 * load.intermediate, load.hidden, load.intermediate)
-    w2, w2_scale = weights(load.hidden, load.intermediate, load.hidden)
+    first, second = weight_scale_shapes(load.shape.scales, load.hidden, load.intermediate)
+    w13, w13_scale = weights(2 * load.intermediate, load.hidden, first)
+    w2, w2_scale = weights(load.hidden, load.intermediate, second)
     magnitude = stepped((load.num_tokens, -(-load.hidden // 128)), 1.0, device).repeat_interleave(128, 1)
     given = {}
     if load.shape.scales == "tensor":
