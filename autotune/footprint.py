@@ -64,7 +64,8 @@ def shared_memory_bytes(stage: Stage, shape: LayerShape, target: Target) -> int:
         return 0
     gemm = stage.own_gemm
     pipeline = gemm.num_stages * step_bytes(stage, shape)
-    if gemm.swap_ab and stage.activation == "fused" and gemm.loads == "tma" and target.has_wgmma:
+    swiglu_by_tma = gemm.swap_ab and stage.activation == "fused" and gemm.loads == "tma"
+    if swiglu_by_tma and not gemm.reads_gate_and_up_apart and target.has_wgmma:
         # Gate and up rows come as one box of four dimensions; reshaped, they need a buffer less.
         pipeline -= gemm.block_n * gemm.block_k * shape.item_bytes
     if gemm.flatten and target.has_wgmma:
@@ -81,7 +82,7 @@ def accumulator_registers(stage: Stage, shape: LayerShape) -> int:
     threads = gemm.num_warps * 32
     if stage.family == "gemv":
         return gemm.block_n * gemm.block_k * shape.item_bytes * gemm.num_stages // (4 * threads)
-    return stage.tile_size * gemm.block_n // threads * (2 if shape.scales == "block" else 1)
+    return stage.tile_size * gemm.block_n // threads * (2 if shape.scales else 1)
 
 
 def programs_per_sm(stage: Stage, shape: LayerShape, target: Target) -> int:

@@ -57,6 +57,15 @@ class GemmTactic:
     pdl: bool = False
     tail: int = 1
 
+    @property
+    def reads_gate_and_up_apart(self) -> bool:
+        """Whether gemm1 with fused SwiGLU reads gate and up rows as two operands, if TMA can read them at all.
+
+        On the M side, an operand put together from a box of four dimensions would go through registers; one that is
+        loaded as it is stays in shared memory. Each needs the 64 rows that wgmma takes.
+        """
+        return self.swap_ab and self.loads == "tma" and self.block_n >= 128
+
     def __str__(self) -> str:
         loop = "grid" if self.schedule == "grid" else f"p{self.programs_per_sm}{'f' if self.flatten else ''}"
         loads = "tma" if self.loads == "tma" else "ptr"

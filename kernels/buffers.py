@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fitune.kernels import reference, sort
-from fitune.kernels.quantize import Quantized, scale_rows
+from fitune.kernels.quantize import Quantized, scales_shape
 from fitune.problem import LayerShape, Scales
 from fitune.tactic import TILE_SIZES, max_tiles
 
@@ -144,10 +144,9 @@ class Workspace:
         def quantized(columns: int) -> Quantized | None:
             if not shape.scales:
                 return None
-            groups, scaled = scale_rows(shape.scales, columns), 1 if shape.scales == "tensor" else slots
             return Quantized(
                 torch.empty((slots, columns), dtype=fp8, device=device),
-                torch.empty((groups, scaled), dtype=torch.float32, device=device),
+                torch.empty(scales_shape(shape.scales, slots, columns), dtype=torch.float32, device=device),
             )
 
         wide = floats(slots, shape.hidden_size)

@@ -6,10 +6,12 @@ of the tensor core (SWAP), operands come by pointers or TMA descriptors, and til
 of tiles is read on the device, so no launch waits for the routing.
 
 Under SWIGLU a block of weight rows is half gate rows, half the up rows that belong to them, side by side in one
-operand: one product, one accumulator, and both halves of a pair end in registers of one thread.
+operand: one product, one accumulator, and both halves of a pair end in registers of one thread. Under PAIR they are two
+operands and two accumulators (`GemmTactic.reads_gate_and_up_apart` says why).
 
 SCALES of quantised operands: `block` scales every partial product of SCALE_GROUP columns before it is added, `channel`
 scales the finished sums by row and by column, `tensor` by one value for all rows and one for gate, up or down columns.
+Tensor cores add e4m3 products with some 14 bits, so the sum of each k-step is added in float32 under all of them.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fitune.kernels.numeric import quantize_groups, silu, to_e4m3
+from fitune.kernels.numeric import GROUPS_AT_ONCE, place_of_group, quantize_groups, silu, to_e4m3
 
 SCALE_GROUP: tl.constexpr = tl.constexpr(128)
+ROW_OF_SCALES: tl.constexpr = tl.constexpr(GROUPS_AT_ONCE)
 
 
 @triton.jit
@@ -214,6 +217,7 @@ def _accumulate(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SWIGLU: tl.constexpr,
+    PAIR: tl.constexpr,
     SCALES: tl.constexpr,
     A_TMA: tl.constexpr,
     W_TMA: tl.constexpr,
@@ -221,13 +225,21 @@ def _accumulate(
     WIDE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """[TILE, BLOCK_N] float32 products of one tile over all of K, scaled; [BLOCK_N, TILE] under SWAP."""
+    """[TILE, ROWS] float32 products of one tile over all of K, scaled, of gate and of up rows; transposed under SWAP.
+
+    Without SWIGLU there is one result, given twice. PAIR: gate and up rows are two operands of BLOCK_N / 2 rows.
+    """
+    ROWS: tl.constexpr = BLOCK_N // 2 if SWIGLU else BLOCK_N
+    BOX: tl.constexpr = ROWS if PAIR else BLOCK_N
+    TOGETHER: tl.constexpr = SWIGLU and not PAIR
     a_offsets = source.to(tl.int64) * stride_a_m
     if SWAP:
-        zeros = tl.zeros((BLOCK_N, TILE), dtype=tl.float32)
+        zeros = tl.zeros((BOX, TILE), dtype=tl.float32)
+        acc = tl.zeros((ROWS, TILE), dtype=tl.float32)
     else:
-        zeros = tl.zeros((TILE, BLOCK_N), dtype=tl.float32)
-    acc = zeros
+        zeros = tl.zeros((TILE, BOX), dtype=tl.float32)
+        acc = tl.zeros((TILE, ROWS), dtype=tl.float32)
+    acc_up = acc
     if SCALES == "block":
         tl.static_assert(SCALE_GROUP % BLOCK_K == 0, "a k-step must lie in one group of scales")
         a_scales = AScale + source.to(tl.int64) * stride_as_m
@@ -238,33 +250,65 @@ def _accumulate(
         for k in range(0, K, BLOCK_K):
             a = _load_rows(A, row, k, a_offsets, stride_a_k, K, BLOCK_K, A_TMA)
             w = _load_weights(
-                W, expert, n, k, stride_w_e, stride_w_n, stride_w_k, WIDTH, K, BLOCK_N, BLOCK_K, SWIGLU, W_TMA, WIDE
+                W, expert, n, k, stride_w_e, stride_w_n, stride_w_k, WIDTH, K, BOX, BLOCK_K, TOGETHER, W_TMA, WIDE
             )
             ahead = tl.minimum(k + BLOCK_K, K - 1)
-            next_a_scale = tl.load(a_scales + ahead // SCALE_GROUP * stride_as_k)
+            next_a_scale = tl.load(a_scales + place_of_group(ahead // SCALE_GROUP, stride_as_k))
             next_w_scale, next_w_second = _block_scales(
                 w_scales, n, ahead, stride_ws_n, stride_ws_k, SPLIT, WIDTH, BLOCK_N, SWIGLU
             )
             part = _multiply(a, w, zeros, SWAP, UPCAST)
-            if SWIGLU:
-                w_scale = tl.where(tl.arange(0, BLOCK_N) < BLOCK_N // 2, w_scale, w_second)
+            if TOGETHER:
+                # Apart before they are scaled: one factor for a row of each half, not one for every product.
+                part, part_up = _split_gate_up(part, TILE, ROWS, SWAP)
+                acc_up += part_up * _outer(a_scale, w_second, SWAP)
+            elif PAIR:
+                w_up = _load_weights(
+                    W, expert, WIDTH + n, k, stride_w_e, stride_w_n, stride_w_k, WIDTH, K, BOX, BLOCK_K, False, W_TMA,
+                    WIDE,
+                )  # fmt: skip
+                acc_up += _multiply(a, w_up, zeros, SWAP, UPCAST) * _outer(a_scale, w_second, SWAP)
             acc += part * _outer(a_scale, w_scale, SWAP)
             a_scale, w_scale, w_second = next_a_scale, next_w_scale, next_w_second
     else:
+        acc = zeros
+        acc_up = zeros
         for k in range(0, K, BLOCK_K):
             a = _load_rows(A, row, k, a_offsets, stride_a_k, K, BLOCK_K, A_TMA)
             w = _load_weights(
-                W, expert, n, k, stride_w_e, stride_w_n, stride_w_k, WIDTH, K, BLOCK_N, BLOCK_K, SWIGLU, W_TMA, WIDE
+                W, expert, n, k, stride_w_e, stride_w_n, stride_w_k, WIDTH, K, BOX, BLOCK_K, TOGETHER, W_TMA, WIDE
             )
-            acc = _multiply(a, w, acc, SWAP, UPCAST)
+            if SCALES != "":
+                acc += _multiply(a, w, zeros, SWAP, UPCAST)
+            else:
+                acc = _multiply(a, w, acc, SWAP, UPCAST)
+            if PAIR:
+                w_up = _load_weights(
+                    W, expert, WIDTH + n, k, stride_w_e, stride_w_n, stride_w_k, WIDTH, K, BOX, BLOCK_K, False, W_TMA,
+                    WIDE,
+                )  # fmt: skip
+                if SCALES != "":
+                    acc_up += _multiply(a, w_up, zeros, SWAP, UPCAST)
+                else:
+                    acc_up = _multiply(a, w_up, acc_up, SWAP, UPCAST)
         if SCALES != "":
             a_scale = tl.load(AScale + source.to(tl.int64) * stride_as_m)
-            rows = _weight_rows(n, WIDTH, BLOCK_N, SWIGLU)
-            if SCALES == "tensor":
-                rows = rows // SPLIT
-            w_scale = tl.load(WScale + expert.to(tl.int64) * stride_ws_e + rows * stride_ws_n)
-            acc *= _outer(a_scale, w_scale, SWAP)
-    return acc
+            rows = _weight_rows(n, WIDTH, BOX, TOGETHER)
+            acc *= _outer(a_scale, _row_scales(WScale, expert, rows, stride_ws_e, stride_ws_n, SPLIT, SCALES), SWAP)
+            if PAIR:
+                up_scales = _row_scales(WScale, expert, WIDTH + rows, stride_ws_e, stride_ws_n, SPLIT, SCALES)
+                acc_up *= _outer(a_scale, up_scales, SWAP)
+        if TOGETHER:
+            acc, acc_up = _split_gate_up(acc, TILE, ROWS, SWAP)
+    return acc, acc_up
+
+
+@triton.jit
+def _row_scales(WScale, expert, rows, stride_ws_e, stride_ws_n, SPLIT: tl.constexpr, SCALES: tl.constexpr):
+    """Scales of weight rows that hold for all of K."""
+    if SCALES == "tensor":
+        rows = rows // SPLIT
+    return tl.load(WScale + expert.to(tl.int64) * stride_ws_e + rows * stride_ws_n)
 
 
 @triton.jit
@@ -305,6 +349,7 @@ def _compute_tile(
     PARTS: tl.constexpr,
     GATHER: tl.constexpr,
     SWIGLU: tl.constexpr,
+    PAIR: tl.constexpr,
     ATOMIC: tl.constexpr,
     SCALES: tl.constexpr,
     QUANTIZE: tl.constexpr,
@@ -332,16 +377,13 @@ def _compute_tile(
     source = tl.minimum(offs_row, row_end - 1)
     if GATHER:
         source = tl.load(SlotOfRow + source) // TOP_K
-    acc = _accumulate(
+    result, up = _accumulate(
         A, W, AScale, WScale, expert, row, n, source, stride_a_m, stride_a_k, stride_w_e, stride_w_n, stride_w_k,
         stride_as_m, stride_as_k, stride_ws_e, stride_ws_n, stride_ws_k, WIDTH, K, SPLIT, TILE, BLOCK_N, BLOCK_K,
-        SWIGLU, SCALES, A_TMA, W_TMA, SWAP, WIDE, UPCAST,
+        SWIGLU, PAIR, SCALES, A_TMA, W_TMA, SWAP, WIDE, UPCAST,
     )  # fmt: skip
     if SWIGLU:
-        gate, up = _split_gate_up(acc, TILE, ROWS, SWAP)
-        result = silu(gate) * up
-    else:
-        result = acc
+        result = silu(result) * up
 
     offs_n = n + tl.arange(0, ROWS)
     if ATOMIC:
@@ -366,7 +408,8 @@ def _compute_tile(
                 else:
                     result = tl.where((offs_n < WIDTH)[None, :], result, 0.0)
             result, scale = quantize_groups(result, 0 if SWAP else 1, FP8_MAX)
-            tl.store(OutScale + offs_row + n_block * stride_os_k, scale, mask=offs_row < row_end)
+            place = offs_row * ROW_OF_SCALES + place_of_group(n_block, stride_os_k)
+            tl.store(OutScale + place, scale, mask=offs_row < row_end)
         elif QUANTIZE == "tensor":
             result = tl.clamp(result / tl.load(OutScale), -FP8_MAX, FP8_MAX)
         if QUANTIZE != "":
@@ -390,10 +433,10 @@ def grouped_gemm_kernel(
     #     [1, 2, BLOCK_N / 2, BLOCK_K] blocks over [local_experts, 2, N / 2, K]
     WTail,  # the same for blocks of BLOCK_N / TAIL rows
     Out,  # [rows, width], or [tokens, N] float32 (ATOMIC)
-    AScale,  # float32 [groups of K, rows of A] (block), [1, rows of A] (channel), [1, 1] (tensor); None without scales
+    AScale,  # float32 [groups of K / 8, rows of A, 8] (block), [1, rows of A] (channel), [1, 1] (tensor), or None
     WScale,  # float32 [local_experts, groups of N, groups of K] (block), [local_experts, N] (channel),
     #          [local_experts, N / SPLIT] (tensor); None without scales
-    OutScale,  # [groups of width, rows] that QUANTIZE "block" writes, the one that "tensor" reads, or None
+    OutScale,  # [groups of width / 8, rows, 8] that QUANTIZE "block" writes, the one that "tensor" reads, or None
     SlotOfRow,  # [rows] int32
     SlotWeights,  # [slots] float32
     ExpertRows,  # [local_experts + 1] int32
@@ -422,6 +465,7 @@ def grouped_gemm_kernel(
     BLOCK_K: tl.constexpr,
     GATHER: tl.constexpr,
     SWIGLU: tl.constexpr,
+    PAIR: tl.constexpr,
     ATOMIC: tl.constexpr,
     SCALES: tl.constexpr,
     QUANTIZE: tl.constexpr,
@@ -452,7 +496,7 @@ def grouped_gemm_kernel(
                 tile, 0, A, W, Out, AScale, WScale, OutScale, SlotOfRow, SlotWeights, ExpertRows, ExpertTiles,
                 TileExpert, group_m, stride_a_m, stride_a_k, stride_w_e, stride_w_n, stride_w_k, stride_out_m,
                 stride_as_m, stride_as_k, stride_ws_e, stride_ws_n, stride_ws_k, stride_os_k,
-                N, K, SPLIT, TOP_K, TILE, BLOCK_N, BLOCK_K, 1, GATHER, SWIGLU, ATOMIC, SCALES, QUANTIZE, FP8_MAX,
+                N, K, SPLIT, TOP_K, TILE, BLOCK_N, BLOCK_K, 1, GATHER, SWIGLU, PAIR, ATOMIC, SCALES, QUANTIZE, FP8_MAX,
                 A_TMA, W_TMA, SWAP, WIDE, UPCAST,
             )  # fmt: skip
         if TAIL > 1:  # noqa: SIM102 - decided when compiling
@@ -462,8 +506,8 @@ def grouped_gemm_kernel(
                     SlotWeights, ExpertRows, ExpertTiles, TileExpert, group_m, stride_a_m, stride_a_k, stride_w_e,
                     stride_w_n, stride_w_k, stride_out_m, stride_as_m, stride_as_k, stride_ws_e, stride_ws_n,
                     stride_ws_k, stride_os_k,
-                    N, K, SPLIT, TOP_K, TILE, BLOCK_N // TAIL, BLOCK_K, TAIL, GATHER, SWIGLU, ATOMIC, SCALES, QUANTIZE,
-                    FP8_MAX, A_TMA, W_TMA, SWAP, WIDE, UPCAST,
+                    N, K, SPLIT, TOP_K, TILE, BLOCK_N // TAIL, BLOCK_K, TAIL, GATHER, SWIGLU, PAIR, ATOMIC, SCALES,
+                    QUANTIZE, FP8_MAX, A_TMA, W_TMA, SWAP, WIDE, UPCAST,
                 )  # fmt: skip
     else:
         if first < total:
@@ -471,6 +515,6 @@ def grouped_gemm_kernel(
                 first, 0, A, W, Out, AScale, WScale, OutScale, SlotOfRow, SlotWeights, ExpertRows, ExpertTiles,
                 TileExpert, group_m, stride_a_m, stride_a_k, stride_w_e, stride_w_n, stride_w_k, stride_out_m,
                 stride_as_m, stride_as_k, stride_ws_e, stride_ws_n, stride_ws_k, stride_os_k,
-                N, K, SPLIT, TOP_K, TILE, BLOCK_N, BLOCK_K, 1, GATHER, SWIGLU, ATOMIC, SCALES, QUANTIZE, FP8_MAX,
+                N, K, SPLIT, TOP_K, TILE, BLOCK_N, BLOCK_K, 1, GATHER, SWIGLU, PAIR, ATOMIC, SCALES, QUANTIZE, FP8_MAX,
                 A_TMA, W_TMA, SWAP, WIDE, UPCAST,
             )  # fmt: skip

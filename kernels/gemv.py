@@ -1,9 +1,10 @@
 """The streaming matrix-vector kernels for a handful of routed rows: no sort, one row per slot, weights read once.
 
-An item of gemm1 is (local slot, block of weight rows), of gemm2 (token, block of weight rows): it sums over the token's
-slots, so that neither atomics nor a kernel that combines are needed. Products are summed in float32, within a thread at
-once and over threads at the end, so the loop is little but wide loads (AHEAD: one step before their use); weights are
-marked evict-first because nobody reads them again.
+An item of gemm1 is (block of weight rows, local slot), of gemm2 (block of weight rows, token): it sums over the token's
+slots, so that neither atomics nor a kernel that combines are needed. Rows that chose one expert meet a block of its
+weights at about the same time: only the first reads it from memory, the others find it in L2. Products are summed in
+float32, within a thread at once and over threads at the end, so the loop is little but wide loads (AHEAD: one step
+before their use); weights are marked evict-first because nobody reads them again later.
 
 Under `block` scales the row of activations is quantised here, group by group, as it is read: that costs less than a
 kernel of its own. Under PDL the kernel may start before its forerunner has ended; what the forerunner writes is read
@@ -134,6 +135,44 @@ def _products(
     return tl.sum(acc, 1)
 
 
+@triton.jit
+def _busy_tokens(
+    TopkIds,
+    num_tokens,
+    offset,
+    local_experts,
+    stride_t,
+    stride_k,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """(1 where a token has a local slot, else 0; how many of its kind stand before it; how many have one)."""
+    tokens = tl.arange(0, TOKENS)
+    slots = tl.arange(0, SLOTS)
+    ids = tl.load(
+        TopkIds + tokens[:, None] * stride_t + slots[None, :] * stride_k,
+        mask=(tokens < num_tokens)[:, None] & (slots < TOP_K)[None, :],
+        other=-1,
+    )
+    experts = ids.to(tl.int32) - offset
+    local = ((ids >= 0) & (experts >= 0) & (experts < local_experts)).to(tl.int32)
+    busy = tl.max(local, 1)
+    before = tl.cumsum(busy, 0) - busy
+    return busy, tl.where(busy > 0, before, tokens - before), tl.sum(busy, 0)
+
+
+@triton.jit
+def _item_of_token(item, busy, rank, num_busy, num_tokens, NUM_N: tl.constexpr, TOKENS: tl.constexpr):
+    """(token, block of weight rows) of an item: those with work first, so that they are spread over all programs."""
+    works = item < num_busy * NUM_N
+    inside = tl.where(works, item, item - num_busy * NUM_N)
+    count = tl.where(works, num_busy, num_tokens - num_busy)
+    chosen = ((busy > 0) == works) & (rank == inside % count)
+    token = tl.sum(tl.where(chosen, tl.arange(0, TOKENS), 0), 0)
+    return token.to(tl.int64), inside // count
+
+
 @triton.jit(do_not_specialize=["num_tokens", "local_expert_offset", "local_experts"])
 def gemv_combine_kernel(
     X,  # [slots, K]; not yet quantised under block scales
@@ -164,6 +203,7 @@ def gemv_combine_kernel(
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
+    TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FOLD: tl.constexpr,
@@ -174,12 +214,15 @@ def gemv_combine_kernel(
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """gemm2 and the weighted sum over a token's local slots, in slot order. An item is (token, weight rows)."""
+    """gemm2 and the weighted sum over a token's local slots, in slot order. An item is (weight rows, token)."""
     NUM_N: tl.constexpr = (WIDTH + ROWS - 1) // ROWS
     offs = tl.arange(0, SLOTS)
-    for item in range(tl.program_id(0).to(tl.int64), num_tokens * NUM_N, tl.num_programs(0)):
-        token = item // NUM_N
-        n = item % NUM_N * ROWS
+    busy, rank, num_busy = _busy_tokens(
+        TopkIds, num_tokens, local_expert_offset, local_experts, stride_ids_t, stride_ids_k, TOP_K, SLOTS, TOKENS
+    )
+    for item in range(tl.program_id(0), num_tokens * NUM_N, tl.num_programs(0)):
+        token, block = _item_of_token(item, busy, rank, num_busy, num_tokens, NUM_N, TOKENS)
+        n = block * ROWS
         offs_n = n + tl.arange(0, ROWS)
         source_n = tl.minimum(offs_n, WIDTH - 1)
         ids = tl.load(TopkIds + token * stride_ids_t + offs * stride_ids_k, mask=offs < TOP_K, other=-1)
@@ -250,7 +293,7 @@ def gemv_swiglu_kernel(
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """gemm1 and SwiGLU. An item is (local slot, block of gate rows with their up rows)."""
+    """gemm1 and SwiGLU. An item is (block of gate rows with their up rows, local slot)."""
     NUM_N: tl.constexpr = (WIDTH + ROWS - 1) // ROWS
     UP_GROUP: tl.constexpr = (WIDTH + SCALE_GROUP - 1) // SCALE_GROUP
     EARLY: tl.constexpr = AHEAD or BLOCK_K >= K
@@ -263,12 +306,12 @@ def gemv_swiglu_kernel(
     )
     local = (experts >= 0).to(tl.int32)
     order = tl.cumsum(local, 0)
-    total = tl.sum(local, 0) * NUM_N
-    for item in range(tl.program_id(0), total, tl.num_programs(0)):
-        chosen = (local > 0) & (order == item // NUM_N + 1)
+    num_local = tl.sum(local, 0)
+    for item in range(tl.program_id(0), num_local * NUM_N, tl.num_programs(0)):
+        chosen = (local > 0) & (order == item % num_local + 1)
         slot = tl.sum(tl.where(chosen, tl.arange(0, SLOTS), 0), 0)
         expert = tl.sum(tl.where(chosen, experts, 0), 0).to(tl.int64)
-        n = item % NUM_N * ROWS
+        n = item // num_local * ROWS
         offs_n = n + tl.arange(0, ROWS)
         source_n = tl.minimum(offs_n, WIDTH - 1)
         token = (slot // TOP_K).to(tl.int64)

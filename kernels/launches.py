@@ -45,11 +45,11 @@ def _rows_descriptor(tensor: Tensor, block: tuple[int, int]) -> TensorDescriptor
     return TensorDescriptor(tensor, list(tensor.shape), [_row_stride(tensor), 1], list(block))
 
 
-def _weights_descriptor(weights: Tensor, block_n: int, block_k: int, *, swiglu: bool) -> TensorDescriptor:
-    """Blocks of one expert's weights; of gate rows and their up rows at once for SwiGLU."""
+def _weights_descriptor(weights: Tensor, block_n: int, block_k: int, *, together: bool) -> TensorDescriptor:
+    """Blocks of one expert's weights; of gate rows and their up rows at once where they go `together`."""
     experts, n, k = weights.shape
     row, expert = _row_stride(weights), weights.stride(0) if experts > 1 else n * _row_stride(weights)
-    if swiglu:
+    if together:
         half = n // 2
         return TensorDescriptor(
             weights, [experts, 2, half, k], [expert, half * row, row, 1], [1, 2, block_n // 2, block_k]
@@ -84,6 +84,12 @@ def grouped_gemm(
     # Tensors that no descriptor can describe are read through pointers: same result, another binary.
     w_tma = gemm.loads == "tma" and can_use_tma(weights)
     a_tma = gemm.loads == "tma" and not gather and can_use_tma(a)
+    pair = swiglu and w_tma and gemm.reads_gate_and_up_apart
+
+    def weights_of(rows_at_once: int) -> TensorDescriptor:
+        box = rows_at_once // 2 if pair else rows_at_once
+        return _weights_descriptor(weights, box, gemm.block_k, together=swiglu and not pair)
+
     num_blocks = triton.cdiv(n, gemm.block_n)
     most_tiles = max_tiles(args.max_rows, args.local_experts, tile) * num_blocks
     persistent = gemm.schedule == "persistent"
@@ -93,8 +99,8 @@ def grouped_gemm(
         (programs,),
         (
             _rows_descriptor(a, (tile, gemm.block_k)) if a_tma else a,
-            _weights_descriptor(weights, gemm.block_n, gemm.block_k, swiglu=swiglu) if w_tma else weights,
-            _weights_descriptor(weights, gemm.block_n // gemm.tail, gemm.block_k, swiglu=swiglu) if w_tma else weights,
+            weights_of(gemm.block_n) if w_tma else weights,
+            weights_of(gemm.block_n // gemm.tail) if w_tma else weights,
             out,
             a_scale,
             weight_scale,
@@ -126,6 +132,7 @@ def grouped_gemm(
             "BLOCK_K": gemm.block_k,
             "GATHER": gather,
             "SWIGLU": swiglu,
+            "PAIR": pair,
             "ATOMIC": atomic,
             "SCALES": args.scales,
             "QUANTIZE": args.scales if out_scale is not None else "",
@@ -189,8 +196,8 @@ def gemv_gemm2(gemm: GemmTactic, args: LayerArgs, ws: Workspace, out: Tensor, la
         gemv_combine_kernel, args.num_tokens * triton.cdiv(width, gemm.block_n), gemm, source, args.w2, args.w2_scale,
         out, (args.topk_ids, args.topk_weights, *call), ws, launch,
         {
-            "SLOTS": triton.next_power_of_2(args.top_k), "WIDTH": width, "TOP_K": args.top_k, "ROWS": gemm.block_n,
-            "SCALES": args.scales,
+            "SLOTS": triton.next_power_of_2(args.top_k), "TOKENS": triton.next_power_of_2(args.num_tokens),
+            "WIDTH": width, "TOP_K": args.top_k, "ROWS": gemm.block_n, "SCALES": args.scales,
         },
     )  # fmt: skip
 

@@ -1,9 +1,19 @@
-"""Arithmetic that several kernels share: SiLU, and rounding to e4m3 with a scale."""
+"""Arithmetic that several kernels share: SiLU, rounding to e4m3 with a scale, and where scales of rows lie."""
 
 from __future__ import annotations
 
+from typing import Final
+
 import triton
 import triton.language as tl
+
+GROUPS_AT_ONCE: Final = 8
+"""Neighbouring groups of columns whose scales of one row lie side by side, in the 32 bytes that a load brings to L1.
+
+A GEMM walks the groups one by one: seven of eight steps find their scales in L1, where each would wait for L2 if those
+of all rows stood group by group (H200, gemm1 of 8,192 tokens in fp8 at EP 16: 285 µs instead of 330).
+"""
+_AT_ONCE: tl.constexpr = tl.constexpr(GROUPS_AT_ONCE)
 
 
 @triton.jit
@@ -16,6 +26,12 @@ def silu(x):
 def scale_of(largest, FP8_MAX: tl.constexpr):
     """The scale that brings `largest` to the end of the range; 1 where all is zero."""
     return tl.where(largest > 0.0, largest / FP8_MAX, 1.0)
+
+
+@triton.jit
+def place_of_group(group, stride_line):
+    """Offset of a group's scale from the first scale of its row."""
+    return group // _AT_ONCE * stride_line + group % _AT_ONCE
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from fitune.kernels.launch import INTERPRETED, Launcher, run
-from fitune.kernels.numeric import quantize_groups, silu, to_e4m3
+from fitune.kernels.numeric import GROUPS_AT_ONCE, place_of_group, quantize_groups, silu, to_e4m3
 from fitune.kernels.rows import column_block
 from fitune.problem import SCALE_GROUP as GROUP_SIZE
 from fitune.problem import Scales
@@ -31,29 +31,46 @@ _PROGRAMS_PER_SM: Final = 32
 class Quantized:
     """Rows in e4m3 and their scales.
 
-    values [rows, C] e4m3. scales float32: [ceil(C / 128), rows] under `block`, group by group so that a tile's scales
-    lie side by side; [1, rows] under `channel`; [1, 1] under `tensor`.
+    values [rows, C] e4m3. scales float32: [ceil(C / 1024), rows, 8] under `block`, where those of a row for 8 groups
+    of 128 columns lie side by side; [1, rows] under `channel`; [1, 1] under `tensor`.
     """
 
     values: torch.Tensor
     scales: torch.Tensor
 
     def scale_strides(self) -> tuple[int, int]:
-        """Strides from row to row and from group to group; 0 where one scale serves all."""
-        groups, rows = self.scales.shape
-        return (self.scales.stride(1) if rows > 1 else 0), (self.scales.stride(0) if groups > 1 else 0)
+        """Strides from row to row and from one line of groups to the next; 0 where one scale serves all."""
+        lines, rows = self.scales.shape[:2]
+        return (self.scales.stride(1) if rows > 1 else 0), (self.scales.stride(0) if lines > 1 else 0)
+
+    def scales_by_group(self) -> torch.Tensor:
+        """float32 [ceil(C / 128), rows] under `block`, else as they are."""
+        if self.scales.dim() == 2:
+            return self.scales
+        return self.scales.permute(0, 2, 1).flatten(0, 1)[: -(-self.values.shape[1] // GROUP_SIZE)]
 
     def dequantized(self) -> torch.Tensor:
         """float32 [rows, C]."""
-        scales = self.scales.T
-        if scales.shape[1] > 1:
+        scales = self.scales_by_group().T
+        if self.scales.dim() == 3:
             scales = scales.repeat_interleave(GROUP_SIZE, 1)[:, : self.values.shape[1]]
         return self.values.float() * scales
 
 
-def scale_rows(scales: Scales, columns: int) -> int:
-    """Scales of one row of `columns` columns."""
-    return -(-columns // GROUP_SIZE) if scales == "block" else 1
+def scales_shape(scales: Scales, rows: int, columns: int) -> tuple[int, ...]:
+    """Shape of the scales of [rows, columns] values, as `Quantized` has them."""
+    if scales == "block":
+        return -(-columns // (GROUP_SIZE * GROUPS_AT_ONCE)), rows, GROUPS_AT_ONCE
+    return 1, rows if scales == "channel" else 1
+
+
+def in_lines(by_group: torch.Tensor) -> torch.Tensor:
+    """Scales [groups, rows] of `block` laid out as `Quantized` has them; NaN behind the last group."""
+    groups, rows = by_group.shape
+    lines = -(-groups // GROUPS_AT_ONCE)
+    padded = by_group.new_full((lines * GROUPS_AT_ONCE, rows), float("nan"))
+    padded[:groups] = by_group
+    return padded.unflatten(0, (lines, GROUPS_AT_ONCE)).permute(0, 2, 1).contiguous()
 
 
 def fp8_max(dtype: torch.dtype) -> float:
@@ -69,7 +86,7 @@ def quantize_kernel(
     SlotOfRow,  # [rows] int32 (GATHER)
     ExpertRows,  # [num_local + 1] int32; the last is the number of rows (COUNTED)
     Out,  # [rows, COLUMNS] e4m3
-    Scale,  # float32 [groups, rows], [1, rows], or [1, 1], which is read
+    Scale,  # float32 [lines, rows, 8] (block), [1, rows] (channel), or [1, 1], which is read
     num_rows,
     num_local,
     stride_x_m,
@@ -112,7 +129,8 @@ def quantize_kernel(
             quantized, scale = quantize_groups(values.reshape(GROUPS, SCALE_GROUP), 1, FP8_MAX)
             result = to_e4m3(quantized, Out.dtype.element_ty, UPCAST).reshape(BLOCK)
             group = block * GROUPS + tl.arange(0, GROUPS)
-            tl.store(Scale + row * stride_s_m + group * stride_s_k, scale, mask=group * SCALE_GROUP < COLUMNS)
+            place = row * stride_s_m + place_of_group(group, stride_s_k)
+            tl.store(Scale + place, scale, mask=group * SCALE_GROUP < COLUMNS)
         elif SCALES == "channel":
             tl.static_assert(BLOCKS == 1, "a row's scale needs the whole row")
             quantized, scale = quantize_groups(values, 0, FP8_MAX)

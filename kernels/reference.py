@@ -144,7 +144,7 @@ Weights = torch.Tensor | ScaledWeights
 def quantize(
     rows: torch.Tensor, scales: Scales, given: torch.Tensor | None = None, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(e4m3 [rows, C], float32 scales [groups, rows] as `fitune.kernels.quantize.Quantized` has them)."""
+    """(e4m3 [rows, C], float32 scales [groups, rows]: `fitune.kernels.quantize.Quantized.scales_by_group`)."""
     columns = rows.shape[1]
     largest = torch.finfo(dtype).max
     values = rows.float()

@@ -4,9 +4,10 @@ Rows are ordered by local expert, then by slot, without padding between experts,
 tile size. A tile is up to `tile_size` rows of one expert. Everything, the tile count included, stays on the device.
 
 One launch does it all for up to `MAX_RANKED_SLOTS` slots: a slot's row is the number of slots with a smaller (expert,
-slot), counted by comparing it with all of them. Beyond that a first launch counts slots per (block of slots, local
-expert) and the second places them: each block sorts its own slots by expert in registers and adds the rows of lower
-experts and of earlier blocks. Rows never depend on the order of atomics, so the result is the same in every run.
+slot), counted by comparing it with all of them. Beyond that there are two launches whose programs share out the slots
+evenly. The first counts the slots of each (program, local expert). In the second a slot's row is the number of slots of
+lower experts, of its expert's in earlier programs, and of its expert's before it in the same program, which are counted
+by comparing all pairs of a block. Rows never depend on the order of atomics, so the result is the same in every run.
 """
 
 from __future__ import annotations
@@ -19,18 +20,27 @@ import triton.language as tl
 
 from fitune.kernels.launch import Launcher, run
 
-MAX_RANKED_SLOTS: Final = 4096
-"""An H200 takes 3.8 µs for 2,048 slots and 6.7 for 4,096 (EP 16) in one launch, 11.3 in two; for 8,192 17 and 11."""
-SLOTS_PER_BLOCK: Final = 1024
+MAX_RANKED_SLOTS: Final = 1024
+"""An H200 takes 3.3 µs for 2,048 slots in one launch and 3.2 in two at EP 16, 9.7 and 5.6 at EP 1."""
+SLOTS_PER_BLOCK: Final = 128
+"""Each slot is compared with all of its block: some 450 instructions a thread, four times as many for 256 slots."""
+MAX_PROGRAMS: Final = 512
+MAX_COUNTS: Final = 16384
+"""Every placing program reads the counts of all of them: 16,384 are 128 loads a thread."""
 _SLOTS_PER_RANK_PROGRAM: Final = 16
-_SLOTS_AT_ONCE: Final = (128, 512, 2048)
-MAX_PROGRAMS: Final = 256
+_SLOTS_AT_ONCE: Final = (128, 512)
 _RUNTIME_INTS: Final = ["stride_n", "stride_k", "top_k", "num_slots", "offset", "num_local"]
 
 
+def _most_programs(local_experts: int) -> int:
+    """Programs of the two launches at most; more slots than they have blocks for make them walk several blocks each."""
+    return max(1, min(MAX_PROGRAMS, MAX_COUNTS // local_experts))
+
+
 def block_counts_size(num_slots: int, local_experts: int) -> int:
-    """Elements of the int32 scratch that `sort_slots` needs for `num_slots` slots."""
-    return max(1, -(-num_slots // SLOTS_PER_BLOCK)) * local_experts
+    """Elements of the int32 scratch that `sort_slots` needs for up to `num_slots` slots."""
+    num_blocks = max(1, -(-num_slots // SLOTS_PER_BLOCK))
+    return min(num_blocks, _most_programs(local_experts)) * local_experts
 
 
 @triton.jit
@@ -59,7 +69,10 @@ def _load_local_experts(
     return tl.where(is_local, (ids - offset).to(tl.int32), num_local)
 
 
-@triton.jit(do_not_specialize=_RUNTIME_INTS, do_not_specialize_on_alignment=["Ids", "Counts"])
+@triton.jit(
+    do_not_specialize=[*_RUNTIME_INTS, "blocks_per_program"],
+    do_not_specialize_on_alignment=["Ids", "Counts"],
+)
 def count_kernel(
     Ids,
     Counts,
@@ -69,58 +82,36 @@ def count_kernel(
     num_slots,
     offset,
     num_local,
+    blocks_per_program,
     LOCAL_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     FLAT: tl.constexpr,
 ):
-    """counts[block, e] = slots of the block that fall on local expert e. One program per block."""
-    block = tl.program_id(0)
-    slots = block * BLOCK + tl.arange(0, BLOCK)
-    local = _load_local_experts(Ids, slots, stride_n, stride_k, top_k, num_slots, offset, num_local, FLAT)
-    counts = tl.histogram(local, LOCAL_PAD, mask=local < num_local)
+    """counts[p, e] = slots of program p, `blocks_per_program` blocks of them, that fall on local expert e."""
+    pid = tl.program_id(0)
     experts = tl.arange(0, LOCAL_PAD)
-    tl.store(Counts + block.to(tl.int64) * num_local + experts, counts, mask=experts < num_local)
+    counts = tl.zeros((LOCAL_PAD,), tl.int32)
+    for step in range(blocks_per_program):
+        slots = (pid * blocks_per_program + step) * BLOCK + tl.arange(0, BLOCK)
+        local = _load_local_experts(Ids, slots, stride_n, stride_k, top_k, num_slots, offset, num_local, FLAT)
+        counts += tl.histogram(local, LOCAL_PAD, mask=local < num_local)
+    tl.store(Counts + pid * num_local + experts, counts, mask=experts < num_local)
 
 
 @triton.jit
-def _sum_blocks(
-    Counts,
-    num_local,
-    num_blocks,
-    first_block,
-    LOCAL_PAD: tl.constexpr,
-    BLOCKS_AT_ONCE: tl.constexpr,
-):
-    """Slots per local expert over all blocks, and over the blocks before `first_block`."""
+def _sum_counts(Counts, num_local, LOCAL_PAD: tl.constexpr, PROGRAMS_AT_ONCE: tl.constexpr):
+    """Slots per local expert over all programs, and over those before this one."""
+    pid, num_programs = tl.program_id(0), tl.num_programs(0)
     experts = tl.arange(0, LOCAL_PAD)
-    total = tl.zeros((BLOCKS_AT_ONCE, LOCAL_PAD), tl.int32)
-    before = tl.zeros((BLOCKS_AT_ONCE, LOCAL_PAD), tl.int32)
-    for start in range(0, num_blocks, BLOCKS_AT_ONCE):
-        blocks = start + tl.arange(0, BLOCKS_AT_ONCE)
-        mask = (blocks < num_blocks)[:, None] & (experts < num_local)[None, :]
-        offs = blocks.to(tl.int64)[:, None] * num_local + experts[None, :]
-        counts = tl.load(Counts + offs, mask=mask, other=0)
+    total = tl.zeros((PROGRAMS_AT_ONCE, LOCAL_PAD), tl.int32)
+    before = tl.zeros((PROGRAMS_AT_ONCE, LOCAL_PAD), tl.int32)
+    for start in range(0, num_programs, PROGRAMS_AT_ONCE):
+        programs = start + tl.arange(0, PROGRAMS_AT_ONCE)
+        mask = (programs < num_programs)[:, None] & (experts < num_local)[None, :]
+        counts = tl.load(Counts + programs[:, None] * num_local + experts[None, :], mask=mask, other=0)
         total += counts
-        before += tl.where((blocks < first_block)[:, None], counts, 0)
+        before += tl.where((programs < pid)[:, None], counts, 0)
     return tl.sum(total, axis=0), tl.sum(before, axis=0)
-
-
-@triton.jit
-def _sort_keys(keys, LOG_BLOCK: tl.constexpr):
-    """Bitonic sort of 2^LOG_BLOCK int32 keys, ascending, on a hypercube whose axes are the bits of the position.
-
-    Does what `tl.sort` does; that one takes seconds in Triton's interpreter, for want of a fast xor reduction there.
-    """
-    cube = tl.reshape(keys, [2] * LOG_BLOCK)
-    place = tl.reshape(tl.arange(0, 2**LOG_BLOCK), [2] * LOG_BLOCK)
-    for stage in tl.static_range(1, LOG_BLOCK + 1):
-        descending = (place >> stage) & 1
-        for step in tl.static_range(stage):
-            # Position bit `stage - 1 - step`; axis 0 of the cube is the highest bit.
-            partner = tl.sum(cube, axis=LOG_BLOCK - stage + step, keep_dims=True) - cube
-            is_right = (place >> (stage - 1 - step)) & 1
-            cube = tl.where((cube > partner) != (descending != is_right), partner, cube)
-    return tl.reshape(cube, [2**LOG_BLOCK])
 
 
 @triton.jit
@@ -219,7 +210,7 @@ def rank_kernel(
 
 
 @triton.jit(
-    do_not_specialize=[*_RUNTIME_INTS, "num_blocks", "blocks_per_program", "tile_size"],
+    do_not_specialize=[*_RUNTIME_INTS, "blocks_per_program", "tile_size"],
     do_not_specialize_on_alignment=[
         "Ids",
         "Counts",
@@ -244,44 +235,39 @@ def place_kernel(
     num_slots,
     offset,
     num_local,
-    num_blocks,
     blocks_per_program,
     tile_size,
     LOCAL_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
-    LOG_BLOCK: tl.constexpr,
-    BLOCKS_AT_ONCE: tl.constexpr,
+    PROGRAMS_AT_ONCE: tl.constexpr,
     TILES_AT_ONCE: tl.constexpr,
     FLAT: tl.constexpr,
 ):
-    """Rows of all slots, slots of all rows, and the tile map. One program per `blocks_per_program` blocks of slots."""
+    """Rows of all slots, slots of all rows, and the tile map. The grid is that of `count_kernel`."""
     pid = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
-    experts = tl.arange(0, LOCAL_PAD)
-    first_block = pid * blocks_per_program
-    total, before = _sum_blocks(Counts, num_local, num_blocks, first_block, LOCAL_PAD, BLOCKS_AT_ONCE)
-    row_ends = tl.cumsum(total, axis=0)
+    slots = pid * blocks_per_program * BLOCK + lane
+    # Loaded ahead of its use, so that this and the counts come at the same time.
+    local = _load_local_experts(Ids, slots, stride_n, stride_k, top_k, num_slots, offset, num_local, FLAT)
+    total, earlier = _sum_counts(Counts, num_local, LOCAL_PAD, PROGRAMS_AT_ONCE)
     if pid == 0:
         _write_prefixes(ExpertRows, ExpertTiles, total, tile_size, num_local, LOCAL_PAD)
     _write_tile_experts(TileExpert, total, tile_size, pid, tl.num_programs(0), LOCAL_PAD, TILES_AT_ONCE)
 
-    next_row = row_ends - total + before
+    next_row = tl.cumsum(total, axis=0) - total + earlier
     for step in range(blocks_per_program):
-        block = first_block + step
-        slots = block * BLOCK + lane
-        local = _load_local_experts(Ids, slots, stride_n, stride_k, top_k, num_slots, offset, num_local, FLAT)
-        mask = (experts < num_local) & (block < num_blocks)
-        counts = tl.load(Counts + block.to(tl.int64) * num_local + experts, mask=mask, other=0)
-        # Keys are distinct, so the order inside an expert is the order of slots; foreign slots come last.
-        keys = _sort_keys(local * BLOCK + lane, LOG_BLOCK)
-        expert = keys // BLOCK
-        slot = block * BLOCK + keys % BLOCK
-        is_local = expert < num_local
-        first_lane = tl.cumsum(counts, axis=0) - counts
-        row = lane + tl.gather(next_row - first_lane, tl.minimum(expert, num_local - 1), 0)
-        tl.store(RowOfSlot + slot, tl.where(is_local, row, -1), mask=slot < num_slots)
-        tl.store(SlotOfRow + row, slot, mask=is_local)
-        next_row += counts
+        is_local = local < num_local
+        # The xor is the other slot's lane if both are of one expert, else at least BLOCK. Sums of comparisons would do,
+        # but LLVM packs those into bits to count them, which takes more instructions and registers.
+        first_key = local * BLOCK
+        before = (((first_key + lane)[:, None] ^ first_key[None, :]) - lane[None, :]) >> 31
+        row = tl.gather(next_row, tl.minimum(local, num_local - 1), 0) - tl.sum(before, axis=0)
+        tl.store(RowOfSlot + slots, tl.where(is_local, row, -1), mask=slots < num_slots)
+        tl.store(SlotOfRow + row, slots, mask=is_local)
+        if step + 1 < blocks_per_program:
+            next_row += tl.histogram(local, LOCAL_PAD, mask=is_local)
+            slots += BLOCK
+            local = _load_local_experts(Ids, slots, stride_n, stride_k, top_k, num_slots, offset, num_local, FLAT)
 
 
 def sort_slots(
@@ -328,7 +314,7 @@ def sort_slots(
             {
                 "LOCAL_PAD": local_pad,
                 "BLOCK": _SLOTS_PER_RANK_PROGRAM,
-                "CHUNK": _SLOTS_AT_ONCE[(num_slots > 128) + (num_slots > 1024)],
+                "CHUNK": _SLOTS_AT_ONCE[num_slots > 128],
                 "MAX_SLOTS": MAX_RANKED_SLOTS,
                 "TILES_AT_ONCE": at_once,
                 "FLAT": flat,
@@ -336,22 +322,14 @@ def sort_slots(
             },
         )
         return
-    block = SLOTS_PER_BLOCK
-    num_blocks = triton.cdiv(num_slots, block)
-    blocks_per_program = triton.cdiv(num_blocks, MAX_PROGRAMS)
-    counting = {"LOCAL_PAD": local_pad, "BLOCK": block, "FLAT": flat, "num_warps": 8}
-    launch(count_kernel, (num_blocks,), (topk_ids, block_counts, *ids), counting)
+    num_blocks = triton.cdiv(num_slots, SLOTS_PER_BLOCK)
+    blocks_per_program = triton.cdiv(num_blocks, _most_programs(local_experts))
+    grid = (triton.cdiv(num_blocks, blocks_per_program),)
+    constants = {"LOCAL_PAD": local_pad, "BLOCK": SLOTS_PER_BLOCK, "FLAT": flat, "num_warps": 4}
+    launch(count_kernel, grid, (topk_ids, block_counts, *ids, blocks_per_program), constants)
     launch(
         place_kernel,
-        (triton.cdiv(num_blocks, blocks_per_program),),
-        (topk_ids, block_counts, *outputs, *ids, num_blocks, blocks_per_program, tile_size),
-        {
-            "LOCAL_PAD": local_pad,
-            "BLOCK": block,
-            "LOG_BLOCK": block.bit_length() - 1,
-            "BLOCKS_AT_ONCE": at_once,
-            "TILES_AT_ONCE": at_once,
-            "FLAT": flat,
-            "num_warps": 8,
-        },
+        grid,
+        (topk_ids, block_counts, *outputs, *ids, blocks_per_program, tile_size),
+        {**constants, "PROGRAMS_AT_ONCE": max(1, 2048 // local_pad), "TILES_AT_ONCE": 16},
     )

@@ -304,7 +304,7 @@ def test_where_hidden_rows_are_quantised() -> None:
     separate = replace(PERMUTED, quantize="separate")
     plain = replace(PERMUTED, activation="separate")
     assert reason_against(PERMUTED) == reason_against(SWAPPED, "fp8_block128") == ""
-    assert reason_against(PERMUTED, "fp8_tensor") == reason_against(PERMUTED, "fp8_tensor", block_n=128) == ""
+    assert reason_against(PERMUTED, "fp8_tensor", block_n=128) == ""
     assert reason_against(PERMUTED, "fp8_block128", block_n=128) == (
         "scales: the epilogue sees 64 columns, a scale belongs to 128"
     )
@@ -312,6 +312,7 @@ def test_where_hidden_rows_are_quantised() -> None:
         "scales: the epilogue sees a part of a row, a scale belongs to all of it"
     )
     for dtype in SCALES:
+        assert space.rule_of(reason_against(separate, dtype)) == "registers"  # a step's sums and those of all steps
         assert reason_against(separate, dtype, block_n=128) == reason_against(plain, dtype, block_n=128) == ""  # type: ignore[arg-type]
         assert space.rule_of(reason_against(replace(plain, quantize="separate"), dtype)) == "quantize"  # type: ignore[arg-type]
     assert reason_against(separate) == "quantize: there is nothing left for a kernel of its own to quantise"

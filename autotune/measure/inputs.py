@@ -27,7 +27,7 @@ from fitune.kernels.layer import (
     row_of_slots,
     weight_dtype,
 )
-from fitune.kernels.quantize import Quantized, fp8_max
+from fitune.kernels.quantize import Quantized, fp8_max, in_lines
 from fitune.problem import LayerShape, Problem, weight_scale_shapes
 from fitune.record import Accuracy
 from fitune.routing import draw_topk_ids, draw_topk_weights, local_rows, representative_ids
@@ -252,7 +252,7 @@ class ProblemInputs:
         values, scales = reference.quantize(hidden, self.problem.shape.scales, self.args[0].hidden_scale, self._fp8)
         target.values.view(torch.uint8).index_copy_(0, rows, values.view(torch.uint8))
         if target.scales is not self.args[0].hidden_scale:
-            target.scales.index_copy_(1, rows, scales)
+            target.scales.index_copy_(1, rows, in_lines(scales) if target.scales.dim() == 3 else scales)
 
     def poison(self, *stages: StageName) -> None:
         """Fill everything that the stages write with NaN."""

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import triton
 
 from fitune.footprint import shared_memory_bytes
 from fitune.measure.compile import compile_stage, compile_stages
@@ -124,7 +123,7 @@ STAGES_ELSEWHERE = {
         "t64 gather:permute act:fused quant:separate g1:128x128/g8/w4/s3/p1/tma",
         "gemv t1 gather:fused act:fused quant:separate g1:4x512/g1/w4/s1/grid/ptr",
     ],
-    ("sm_100", "fp8_tensor"): ["t128 gather:permute act:fused g1:256x128/g8/w8/s3/p1/tma"],
+    ("sm_100", "fp8_tensor"): ["t128 gather:permute act:fused g1:128x128/g8/w8/s3/p1/tma"],
     ("gfx942", "bf16"): ["gemv t1 gather:fused act:fused g1:8x512/g1/w4/s1/p16/ptr"],
     ("gfx942", "fp8_block128"): [
         "t64 gather:fused act:fused quant:separate g1:128x32/g8/w4/s4/grid/ptr",
@@ -163,7 +162,7 @@ def report_on(stage: Stage) -> bool:
 
 @pytest.mark.slow
 def test_serialised_wgmma_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A swapped tile in a flat loop, under Triton 3.6, whose ptxas serialises it; not where the loop is not flat."""
+    """A swapped tile with two accumulators in a flat loop, which ptxas serialises; not where the loop is not flat."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     assert not report_on(replace(SERIALIZED, gemm=replace(SERIALIZED.own_gemm, flatten=False)))
-    assert report_on(SERIALIZED) == triton.__version__.startswith("3.6.")
+    assert report_on(SERIALIZED)

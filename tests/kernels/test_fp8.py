@@ -207,11 +207,11 @@ def check_hidden(tactic: Tactic, args: LayerArgs, load: Load, ws: Workspace) -> 
         scale = args.hidden_scale
         hidden = hidden.clamp(-448 * scale, 448 * scale)
     else:
-        assert quantized.scales[:, untouched].isnan().all(), "scales of rows that nobody owns were written"
+        assert quantized.scales_by_group()[:, untouched].isnan().all(), "scales of rows that nobody owns were written"
         wanted = reference.quantize(hidden, args.scales)[1]
         group = 128 if args.scales == "block" else load.intermediate
         slack = reference.quantize(bound, args.scales)[1]
-        got = quantized.scales[:, owned]
+        got = quantized.scales_by_group()[:, owned]
         assert ((got - wanted).abs() <= slack + 1e-6 * wanted).all()
         scale = got.T.repeat_interleave(group, 1)[:, : load.intermediate]
     error = (written * scale - hidden).abs()
@@ -220,7 +220,7 @@ def check_hidden(tactic: Tactic, args: LayerArgs, load: Load, ws: Workspace) -> 
         again, scales = reference.quantize(ws.hidden[owned], args.scales, args.hidden_scale)
         if INTERPRETED:
             assert torch.equal(written, again.float())
-            assert args.scales == "tensor" or torch.equal(quantized.scales[:, owned], scales)
+            assert args.scales == "tensor" or torch.equal(quantized.scales_by_group()[:, owned], scales)
     seen[slots] = written * scale
     return seen
 

@@ -7,7 +7,7 @@ import torch
 
 from fitune.kernels import quantize, reference
 from fitune.kernels.launch import INTERPRETED
-from fitune.kernels.quantize import Quantized, fp8_max, scale_rows
+from fitune.kernels.quantize import Quantized, fp8_max, scales_shape
 from fitune.problem import Scales
 
 E4M3 = torch.float8_e4m3fn
@@ -30,15 +30,15 @@ def target(rows: int, columns: int, scales: Scales, device: torch.device) -> Qua
     values = torch.full((rows, columns), FP8_NAN, dtype=torch.uint8, device=device).view(E4M3)
     if scales == "tensor":
         return Quantized(values, torch.tensor([[0.03]], device=device))
-    return Quantized(values, torch.full((scale_rows(scales, columns), rows), float("nan"), device=device))
+    return Quantized(values, torch.full(scales_shape(scales, rows, columns), float("nan"), device=device))
 
 
 def check(out: Quantized, rows: torch.Tensor, scales: Scales, used: int, steps: float = 0.0) -> None:
     """The first `used` rows are torch's rounding of `rows`; up to a share `steps` of values may be the neighbour."""
     values, scale = reference.quantize(rows, scales, out.scales if scales == "tensor" else None)
     if scales != "tensor":
-        torch.testing.assert_close(out.scales[:, :used], scale, rtol=0.0 if steps == 0.0 else 1e-6, atol=0.0)
-        assert out.scales[:, used:].isnan().all()
+        torch.testing.assert_close(out.scales_by_group()[:, :used], scale, rtol=0.0 if steps == 0.0 else 1e-6, atol=0.0)
+        assert out.scales_by_group()[:, used:].isnan().all()
     got, wanted = out.values[:used].float(), values.float()
     off = got != wanted
     assert off.sum() <= steps * off.numel(), f"{int(off.sum())} of {off.numel()} values differ"
@@ -106,7 +106,7 @@ def test_nothing_to_quantise(scales: Scales, device: torch.device) -> None:
     quantize.quantize_tokens(torch.zeros((0, 136), device=device), out, scales)
     assert (out.values.view(torch.uint8) == FP8_NAN).all()
     values, scale = reference.quantize(torch.zeros((0, 136)), scales, torch.ones((1, 1)))
-    assert values.shape == (0, 136) and scale.shape[0] == scale_rows(scales, 136)
+    assert values.shape == (0, 136) and scale.shape[0] == (2 if scales == "block" else 1)
 
 
 def test_the_range_of_each_form() -> None:

@@ -72,7 +72,7 @@ def draw_ids(num_tokens: int, top_k: int, num_experts: int, generator: torch.Gen
         (5, 1, 16, 8, 8),
         (16, 8, 256, 16, 240),
         (17, 6, 160, 9, 151),
-        (63, 22, 512, 512, 0),
+        (46, 22, 512, 512, 0),
         (128, 8, 256, 32, 32),
         (128, 8, 384, 24, 360),
     ],
@@ -87,24 +87,35 @@ def test_one_launch(
     generator: torch.Generator,
 ) -> None:
     ids = draw_ids(num_tokens, top_k, num_experts, generator)
-    assert sort.block_counts_size(ids.numel(), local_experts) == ((1 if ids.numel() <= 1024 else 2) * local_experts)
+    assert ids.numel() <= sort.MAX_RANKED_SLOTS
     check(ids, offset, local_experts, tile_size)
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "top_k", "num_experts", "local_experts", "offset"),
     [
-        (129, 8, 256, 256, 0),
-        (400, 8, 384, 36, 12),
-        (700, 6, 160, 160, 0),
-        (150, 22, 512, 100, 412),
-        (3000, 1, 16, 1, 3),
+        (sort.MAX_RANKED_SLOTS // 8, 8, 256, 16, 16),
+        (sort.MAX_RANKED_SLOTS // 8 + 1, 8, 256, 16, 240),
+        (sort.MAX_RANKED_SLOTS // 8 + 1, 8, 256, 256, 0),
+        (700, 8, 384, 36, 12),
+        (1000, 6, 160, 160, 0),
+        (250, 22, 512, 100, 412),
+        (5000, 1, 16, 1, 3),
     ],
 )
-def test_two_launches(
+def test_around_one_launch(
     num_tokens: int, top_k: int, num_experts: int, local_experts: int, offset: int, generator: torch.Generator
 ) -> None:
     check(draw_ids(num_tokens, top_k, num_experts, generator), offset, local_experts, 64)
+
+
+@pytest.mark.parametrize("num_slots", [1, 127, 128, 129, 300])
+@pytest.mark.parametrize("local_experts", [1, 16, 256])
+def test_two_launches_of_few_slots(
+    num_slots: int, local_experts: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sort, "MAX_RANKED_SLOTS", 0)
+    check(draw_ids(num_slots, 1, 300, generator), 20, local_experts, 16)
 
 
 def test_no_tokens(device: torch.device) -> None:
@@ -113,21 +124,21 @@ def test_no_tokens(device: torch.device) -> None:
     assert not got.expert_tiles.any()
 
 
-@pytest.mark.parametrize("num_tokens", [3, 300])
+@pytest.mark.parametrize("num_tokens", [3, 600])
 def test_no_local_rows(num_tokens: int, generator: torch.Generator) -> None:
     got = check(draw_ids(num_tokens, 8, 64, generator), 64, 8, 16)
     assert (got.row_of_slot[: num_tokens * 8] == -1).all()
     assert int(got.expert_tiles[-1]) == 0
 
 
-@pytest.mark.parametrize("num_tokens", [40, 2100])
+@pytest.mark.parametrize("num_tokens", [40, 4500])
 def test_all_rows_on_one_expert(num_tokens: int, device: torch.device) -> None:
     got = check(torch.full((num_tokens, 1), 5, dtype=torch.int32, device=device), 4, 3, 16)
     assert got.expert_rows.tolist() == [0, 0, num_tokens, num_tokens]
     assert torch.equal(got.slot_of_row[:num_tokens].cpu(), torch.arange(num_tokens, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("num_tokens", [50, 200])
+@pytest.mark.parametrize("num_tokens", [50, 600])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_foreign_ids(num_tokens: int, dtype: torch.dtype, generator: torch.Generator) -> None:
     ids = draw_ids(num_tokens, 8, 64, generator).to(dtype)
@@ -138,14 +149,14 @@ def test_foreign_ids(num_tokens: int, dtype: torch.dtype, generator: torch.Gener
     check(ids, 24, 40, 16)
 
 
-@pytest.mark.parametrize("num_tokens", [60, 180])
+@pytest.mark.parametrize("num_tokens", [60, 520])
 def test_ids_of_any_strides(num_tokens: int, generator: torch.Generator) -> None:
     wide = draw_ids(2 * num_tokens, 16, 64, generator)
     for ids in (
         wide[::2, 1::2],
         wide[:num_tokens, :8],
         wide.T.contiguous().T[:num_tokens, :8],
-        wide[:1].expand(70, 16),
+        wide[:1].expand(num_tokens, 16),
     ):
         check(ids, 8, 32, 16)
 
@@ -155,9 +166,25 @@ def test_several_blocks_per_program(
     most_programs: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More blocks of slots than programs: each program walks several, the last one perhaps fewer."""
+    monkeypatch.setattr(sort, "MAX_RANKED_SLOTS", 0)
     monkeypatch.setattr(sort, "MAX_PROGRAMS", most_programs)
-    ids = torch.randint(-1, 7, (sort.SLOTS_PER_BLOCK * 4 + 17, 1), generator=generator, device=generator.device)
-    check(ids, 1, 5, 128)
+    for num_slots in (sort.SLOTS_PER_BLOCK * most_programs, sort.SLOTS_PER_BLOCK * 4 + 17):
+        ids = torch.randint(-1, 7, (num_slots, 1), generator=generator, device=generator.device)
+        check(ids, 1, 5, 128)
+
+
+def test_more_programs_than_are_read_at_once(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sort, "MAX_RANKED_SLOTS", 0)
+    check(draw_ids(sort.SLOTS_PER_BLOCK * 5 + 1, 1, 512, generator), 0, 500, 16)
+
+
+@pytest.mark.parametrize("local_experts", [1, 16, 36, 256, 100_000])
+def test_counts_fit(local_experts: int) -> None:
+    """Buffers are made for the most slots of any call: fewer slots never need more, and programs have their share."""
+    sizes = [sort.block_counts_size(num_slots, local_experts) for num_slots in range(0, 2_000_000, 999)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] == local_experts
+    assert sizes[-1] <= max(local_experts, sort.MAX_COUNTS)
 
 
 def test_tile_size_does_not_change_the_rows(generator: torch.Generator) -> None:
