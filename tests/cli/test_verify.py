@@ -41,3 +41,10 @@ def test_a_cell_beyond_the_bound_is_wrong_and_exits_1(run: Callable[..., Any]) -
     assert result.code == 1
     assert result.out.count("WRONG") == 2
     assert "0 of 2 cells right" in result.err
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("fp16", 0.0625), ("fp8", 0.25)])
+def test_the_bound_follows_the_precision(dtype: str, bound: float, run: Callable[..., Any]) -> None:
+    result = run("verify", "--shape", "H=128,I=64,E=4,K=2", "--dtype", dtype, "--ep", "1", "--tokens", "3", "--json")
+    assert result.code == 0, result.err
+    assert [cell["bound"] for cell in json.loads(result.out)["cells"]] == [bound]
