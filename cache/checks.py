@@ -129,7 +129,8 @@ def binary(value: object, field: str) -> bytes:
     return value
 
 
-def _pairs(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
+def unique_pairs(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
+    """A map of pairs. Raises ValueError where a key stands there twice."""
     result: dict[str, object] = {}
     for name, value in pairs:
         if name in result:
@@ -148,7 +149,7 @@ def unpack(payload: bytes, field: str) -> object:
             payload,
             use_list=False,
             strict_map_key=True,
-            object_pairs_hook=_pairs,
+            object_pairs_hook=unique_pairs,
             max_array_len=MAX_ITEMS,
             max_map_len=MAX_ITEMS,
             max_ext_len=0,

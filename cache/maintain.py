@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,15 +59,22 @@ class PruneReport:
 def merge(store: Store, other: Store) -> MergeReport:
     """Append to `store` every environment, record and decision of `other` that it does not hold yet.
 
-    An item is held when one equal in every field is. Nothing is removed anywhere; a merge cut short is finished by
-    running it again. Raises StoreError.
+    Nothing is removed anywhere; a merge cut short is finished by running it again. Raises StoreError.
+    """
+    return add(store, (item for _, item in other.items(_ALL)))
+
+
+def add(store: Store, items: Iterable[Item]) -> MergeReport:
+    """Append to `store` every item it does not hold yet; an environment comes before what refers to it.
+
+    An item is held when one equal in every field is. Raises StoreError.
     """
     counts: dict[type[Item], int] = {Environment: 0, Record: 0, Decision: 0}
     duplicates = 0
     with exclusive(store.path / LOCK), ExitStack() as stack:
         held: set[Item] = {item for _, item in store.items(_ALL)}
         writer: StoreWriter | None = None
-        for _, item in other.items(_ALL):
+        for item in items:
             if item in held:
                 duplicates += not isinstance(item, Environment)
                 continue

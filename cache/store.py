@@ -13,7 +13,7 @@ is passed over; any other damage is a CorruptStoreError that names file, offset 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -220,6 +220,12 @@ class Store:
         from fitune.cache.maintain import merge
 
         return merge(self, other)
+
+    def add(self, items: Iterable[Item]) -> MergeReport:
+        """Add the items this store does not hold; see maintain.add."""
+        from fitune.cache.maintain import add
+
+        return add(self, items)
 
     def prune(
         self, *, kernels: str | None = None, drop_keys: KeyFilter | None = None, dry_run: bool = False

@@ -1,5 +1,6 @@
 """A small made-up world of keys, environments, records and decisions."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from fitune.problem import Key, LayerShape, Problem, key_of
 from fitune.record import Accuracy, Decision, Measurement, Member, Record, Regime, Status
 from fitune.tactic import GemmTactic, Tactic
 from fitune.target import Environment
+
+sys.path.insert(0, str(Path(__file__).parent))  # for strategies.py, which several test modules share
 
 SHAPE = LayerShape(7168, 2048, 256, 8)
 ENVIRONMENT = Environment("NVIDIA H200", "sm_90", 132, "0.1.0", "0123456789abcdef", torch="2.13.0", power_cap_w=700.0)
