@@ -49,6 +49,15 @@ Tokens = Annotated[
     str | None,
     typer.Option("--tokens", metavar="LIST", help="Token counts: 1,2,4 or 64:1024 (doubling).  [default: 1:16384]"),
 ]
+TokensOrAuto = Annotated[
+    str | None,
+    typer.Option(
+        "--tokens",
+        metavar="LIST|auto:B",
+        help="Token counts: 1,2,4 or 64:1024 (doubling); or auto:B, auto:B:LOW-HIGH: the B of the range (1-16384) that "
+        "are expected to serve it best.  [default: 1:16384]",
+    ),
+]
 EpFilter = Annotated[str | None, typer.Option("--ep", metavar="LIST", help="Only these expert-parallel sizes.")]
 TokensFilter = Annotated[
     str | None, typer.Option("--tokens", metavar="LIST", help="Only these token counts: 1,2,4 or 64:1024.")

@@ -72,6 +72,14 @@ class RecordingMeasurer:
         key = self.require(problem)
         return {stage: record for stage, record in self._stages[key].items() if stage.stage == part}
 
+    def recorded_layers(self, problem: Problem) -> Mapping[Tactic, Record]:
+        """Layers recorded as a whole. Raises StoreError where the problem was never recorded."""
+        return self._layers.get(self.require(problem), {})
+
+    def composed(self, problem: Problem, tactic: Tactic) -> Outcome:
+        """A layer put together from its recorded parts, also where it was recorded as a whole. Raises StoreError."""
+        return self._compose(self.require(problem), tactic)
+
     def stages(self, problem: Problem, candidates: Sequence[Stage], hopeless_us: float | None) -> Iterator[Outcome]:
         recorded = self._stages[self.require(problem)]
         for stage in candidates:
