@@ -131,13 +131,13 @@ def print_cells(cells: Sequence[Cell], console: Console) -> None:
     if cells and not full:
         more = "" if console.width >= COMPACT_WIDTH else f" {COMPACT_WIDTH} columns show whole tactics."
         legend = compact_legend(cell.decision.chosen for cell in cells)
-        _print_legend(f"{legend}{more}", console)
+        print_legend(f"{legend}{more}", console)
     reasons = {cell.stale_because: None for cell in cells if cell.stale_because}
     for reason in reasons:
         console.print(Text(f"stale: {reason}", style="yellow"))
 
 
-def _print_legend(text: str, console: Console) -> None:
+def print_legend(text: str, console: Console) -> None:
     """Wrapped to the terminal without spaces at the ends of lines, which rich leaves where a line is just full."""
     for line in textwrap.wrap(text, console.width, break_on_hyphens=False):
         console.print(Text(line, style="dim"), soft_wrap=True)
@@ -222,7 +222,7 @@ def print_diff(report: DiffReport, console: Console, *, all_rows: bool = False) 
             _print_diff_row(row, names, console, widths, narrow=narrow)
     console.print(Text(f"{report.sentence()}.", style="bold"), soft_wrap=not console.is_terminal)
     if shown:
-        _print_legend(compact_legend(both), console)
+        print_legend(compact_legend(both), console)
 
 
 def _local_experts(row: DiffRow) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib import metadata, resources
 from typing import Final
 
@@ -91,6 +91,11 @@ class Environment:
     def __post_init__(self) -> None:
         parts = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.init]
         object.__setattr__(self, "id", hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16])
+
+
+def chip_of(environment: Environment) -> Target:
+    """The chip of an environment. Raises InputError where its arch is not known."""
+    return replace(target_named(environment.arch), device=environment.device, num_sms=environment.num_sms)
 
 
 def version_of(package: str) -> str:

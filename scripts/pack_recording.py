@@ -15,14 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from fitune.cache import Recording, open_store, save_recording
-from fitune.cli.record import coverage, target_of
+from fitune.cli.record import coverage
 from fitune.measure.protocol import Outcome
 from fitune.problem import Key
 from fitune.record import Decision, Record, Status
 from fitune.search.decide import decide
 from fitune.search.plan import key_distance, order_problems
 from fitune.tactic import STAGES
-from fitune.target import Environment
+from fitune.target import Environment, chip_of
 
 
 def decided_anew(decisions: dict[Key, Decision]) -> list[Decision]:
@@ -74,7 +74,7 @@ def main() -> None:
         decisions |= store.decisions(wanted)
     used = {item.environment_id for item in (*records.values(), *decisions.values())}
     kept = {name: environments[name] for name in sorted(used)}
-    target = target_of(next(iter(kept.values())))
+    target = chip_of(next(iter(kept.values())))
     found = coverage(records.values(), target)
     recording = Recording(target, given.name, "", kept, tuple(records.values()), tuple(decided_anew(decisions)))
     note = f"{found}. {given.note}".strip().rstrip(".")

@@ -11,12 +11,28 @@ from typing import Final
 
 import typer
 
-from fitune.cli import cache, diff, env, record, search, show, space, verify
+from fitune.cli import (
+    cache,
+    diff,
+    env,
+    exports,
+    grid,
+    importance,
+    imports,
+    record,
+    search,
+    show,
+    space,
+    studies,
+    t4,
+    verify,
+)
 from fitune.errors import FituneError
 
 EXTRA_OF: Final[dict[str, str]] = {
     "optuna": "search",
     "matplotlib": "plot",
+    "plotly": "html",
     "rich": "cli",
     "torch": "gpu",
     "triton": "gpu",
@@ -59,9 +75,13 @@ def _root(
     pass
 
 
-for module in (search, show, diff, space, record, verify, env):
+for module in (search, show, diff, importance, space, grid, record, verify, env):
     module.register(app)
 app.add_typer(cache.app, name="cache")
+t4.register(exports.app, imports.app)
+studies.register(exports.app)
+app.add_typer(exports.app, name="export")
+app.add_typer(imports.app, name="import")
 
 
 def run(arguments: Sequence[str]) -> int:

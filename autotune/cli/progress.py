@@ -63,7 +63,7 @@ class SearchProgress:
             case KeyStarted():
                 self._total = event.total
                 self._shares, self._best_us = {}, {}
-                self._doing = _name(event.key)
+                self._doing = key_name(event.key)
             case TrialDone():
                 self._shares[event.part] = min(1.0, event.done / max(1, event.planned))
                 self._best_us[event.part] = event.best_us
@@ -75,7 +75,7 @@ class SearchProgress:
                 pass
             case KeySkipped():
                 self._finish("")
-                self.say(f"{_name(event.key)}: left out, {event.reason}")
+                self.say(f"{key_name(event.key)}: left out, {event.reason}")
         if self._bar is not None:
             self._bar.update(self._task, completed=self.fraction, **self._texts())
 
@@ -123,14 +123,15 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _name(key: Key) -> str:
+def key_name(key: Key) -> str:
+    """A key in words: `64 tokens EP 8`."""
     return f"{key.num_tokens} token{'' if key.num_tokens == 1 else 's'} {key.layer.ep_label}"
 
 
 def _decided(decision: Decision) -> str:
     member = decision.member(decision.chosen)
     if member is None:
-        return f"{_name(decision.key)}: {decision.state}"
+        return f"{key_name(decision.key)}: {decision.state}"
     ratio = member.measurement.median_us / decision.default_us - 1.0
     time_us = microseconds(member.measurement.median_us)
-    return f"{_name(decision.key)}: {time_us} µs, {signed_percent(ratio)} against default, {decision.state}"
+    return f"{key_name(decision.key)}: {time_us} µs, {signed_percent(ratio)} against default, {decision.state}"

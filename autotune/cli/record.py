@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fitune.cache import Recording, Store
     from fitune.problem import Key
     from fitune.record import Record
-    from fitune.target import Environment, Target
+    from fitune.target import Target
 
 EXAMPLES = """\b
 Examples:
@@ -147,6 +147,7 @@ def pack(
     Raises InputError where nothing fits, or where keys of several devices are there.
     """
     from fitune.cache import Recording
+    from fitune.target import chip_of
 
     environments = store.environments()
     fitting = {identity for identity, environment in environments.items() if environment.kernels == kernels}
@@ -157,7 +158,7 @@ def pack(
     if len(devices) != 1:
         what = f"records of {', '.join(devices)}" if devices else f"no records of kernels {kernels}"
         raise InputError(f"{store.path} holds {what}; a recording is made of one device's")
-    chip = target or target_of(environments[records[-1].environment_id])
+    chip = target or chip_of(environments[records[-1].environment_id])
     found = coverage(records, chip)
     used = {item.environment_id for item in records} | {item.environment_id for item in decisions}
     kept = {identity: environments[identity] for identity in sorted(used)}
@@ -170,13 +171,6 @@ def latest(records: Iterable[Record]) -> list[Record]:
     for item in records:
         kept[item.key, item.tactic, item.phase] = item
     return list(kept.values())
-
-
-def target_of(environment: Environment) -> Target:
-    """The chip of an environment. Raises InputError where its arch is not known."""
-    from fitune.target import target_named
-
-    return replace(target_named(environment.arch), device=environment.device, num_sms=environment.num_sms)
 
 
 def coverage(records: Iterable[Record], target: Target) -> Coverage:

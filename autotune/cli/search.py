@@ -24,6 +24,7 @@ EXAMPLES = """\b
 Examples:
   fitune search --model deepseek-v3 --ep 1,8,16 --store tuned
   fitune search --model-config ./config.json --ep 8 --tokens 1:4096 --budget 10m
+  fitune search --model deepseek-v3 --ep 8,16 --tokens auto:12:1-4096 --store tuned
   fitune search --shape H=2048,I=768,E=128,K=8 --dtype fp16 --ep 1,4 --trials 60
   fitune search --store tuned --misses tuned/misses.jsonl
 
@@ -44,7 +45,7 @@ def search(
     ep: options.Ep = None,
     local_experts: options.LocalExperts = None,
     redundant: options.Redundant = 0,
-    tokens: options.Tokens = None,
+    tokens: options.TokensOrAuto = None,
     routing: options.Routing = "random",
     dispatch: options.DispatchKind = "all_gather",
     store: options.StoreDir = None,
@@ -62,7 +63,7 @@ def search(
     ] = None,
     seed: options.Seed = 0,
     sampler: Annotated[
-        str, typer.Option("--sampler", metavar="NAME", help="pool, random, tpe or exhaustive.")
+        str, typer.Option("--sampler", metavar="NAME", help="pool, random, tpe, gp or exhaustive.")
     ] = "pool",
     measurer: options.MeasurerName = "auto",
     misses: Annotated[
@@ -78,10 +79,13 @@ def search(
     reference before it may win, finalists race the default in interleaved rounds, and what is measured is stored at
     once.
     """
+    from fitune.cli.grid import choose_problems, read_auto
     from fitune.cli.inputs import seconds_of
     from fitune.search import SearchPlan
 
     grid = Grid((), {})
+    auto = read_auto(tokens)
+    tokens = tokens if auto is None else auto.candidates
     if model or model_config or shape or misses is None:
         grid = read_grid(model, model_config, shape, dtype, redundant, ep, local_experts, tokens, routing, dispatch)
     missed = read_misses(misses) if misses is not None else []
@@ -95,8 +99,10 @@ def search(
         force=force,
     )
     path = options.store_path(store)
-    with measuring(measurer, problems, grid.histograms, seed, required=grid.problems, path=path) as found:
-        plan = replace(plan, problems=(*grid.problems, *searchable(missed, found, grid.problems)))
+    required = () if auto else grid.problems
+    with measuring(measurer, problems, grid.histograms, seed, required=required, path=path) as found:
+        chosen = choose_problems(auto, grid.problems, found) if auto and grid.problems else grid.problems
+        plan = replace(plan, problems=(*chosen, *searchable(missed, found, chosen)))
         summary = run(plan, found, path)
         report(plan, found, summary, path, json)
 

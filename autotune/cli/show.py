@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -13,6 +13,7 @@ from fitune.errors import InputError
 if TYPE_CHECKING:
     from fitune.cache import Store
     from fitune.cells import Cell
+    from fitune.problem import Key
     from fitune.record import Decision
 
 EXAMPLES = """\b
@@ -67,28 +68,35 @@ def read_cells(store: Store, decisions: Sequence[Decision] | None = None) -> lis
 
 def select(cells: list[Cell], ep: str | None, tokens: str | None) -> list[Cell]:
     """The cells of the named EP sizes and token counts. Raises InputError where a name fits none of them."""
+    kept = select_keys([cell.key for cell in cells], ep, tokens)
+    return [cell for cell in cells if cell.key in kept]
+
+
+def select_keys(keys: Iterable[Key], ep: str | None, tokens: str | None) -> set[Key]:
+    """The keys of the named EP sizes and token counts. Raises InputError where a name fits none of them."""
     from fitune.cli.inputs import ep_labels, whole_numbers
     from fitune.problem import local_experts_of_ep
 
+    kept = set(keys)
     if ep is not None:
-        kept: list[Cell] = []
+        chosen: set[Key] = set()
         for size in whole_numbers(ep, "--ep"):
-            found = [
-                cell
-                for cell in cells
-                if size <= cell.key.layer.num_experts
-                and cell.key.layer.local_experts in local_experts_of_ep(cell.key.layer.num_experts, size)
-            ]
+            found = {
+                key
+                for key in kept
+                if size <= key.layer.num_experts
+                and key.layer.local_experts in local_experts_of_ep(key.layer.num_experts, size)
+            }
             if not found:
-                held = ep_labels(cell.key.layer for cell in cells) or "none at all"
+                held = ep_labels(key.layer for key in kept) or "none at all"
                 raise InputError(f"--ep {size}: the store has no such cells; it has {held}")
-            kept += [cell for cell in found if cell not in kept]
-        cells = [cell for cell in cells if cell in kept]
+            chosen |= found
+        kept = chosen
     if tokens is not None:
         wanted = set(whole_numbers(tokens, "--tokens"))
-        held_counts = sorted({cell.tokens for cell in cells})
-        cells = [cell for cell in cells if cell.tokens in wanted]
-        if not cells:
+        held_counts = sorted({key.num_tokens for key in kept})
+        kept = {key for key in kept if key.num_tokens in wanted}
+        if not kept:
             have = ",".join(map(str, held_counts)) or "none at all"
             raise InputError(f"--tokens {tokens}: the store has no such cells; it has {have}")
-    return cells
+    return kept

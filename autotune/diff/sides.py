@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, Protocol
 
@@ -11,7 +11,7 @@ from fitune.diff.spaces import value_on
 from fitune.problem import Key, Problem
 from fitune.record import Decision, Measurement, Record, Regime, Status
 from fitune.tactic import STAGES, Stage, StageName, Tactic
-from fitune.target import KNOWN_TARGETS, Environment, Target
+from fitune.target import KNOWN_TARGETS, Environment, Target, chip_of
 
 EXHAUSTIVE: Final = "exhaustive"
 
@@ -148,7 +148,7 @@ class Cell:
         environment = self.environment
         if environment is None or environment.arch not in KNOWN_TARGETS:
             return None
-        return replace(KNOWN_TARGETS[environment.arch], device=environment.device, num_sms=environment.num_sms)
+        return chip_of(environment)
 
     @cached_property
     def measurement(self) -> Measurement | None:
