@@ -13,15 +13,26 @@ from typing import Any, Final
 
 from fitune.tactic import STAGES
 
-SAMPLERS: Final = {"pool": "pool", "pool-cold": "pool", "random": "random", "tpe": "tpe"}
+SAMPLERS: Final = {
+    "pool": "pool", "pool-cold": "pool", "random": "random", "tpe": "tpe", "gp": "gp", "cost": "exhaustive",
+}  # fmt: skip
 """Label in tables -> sampler of the plan. Only `pool` sees neighbours."""
 WORDS: Final = {
     "pool": "pool, with neighbours",
     "pool-cold": "pool, cold",
     "random": "random",
     "tpe": "Optuna's TPE",
+    "gp": "Optuna's GP",
+    "cost": "in cost order",
 }
-COLOURS: Final = {"pool": "#0b6e4f", "pool-cold": "#4c9be8", "random": "#9a9a9a", "tpe": "#d9822b"}
+COLOURS: Final = {
+    "pool": "#0b6e4f",
+    "pool-cold": "#4c9be8",
+    "random": "#9a9a9a",
+    "tpe": "#d9822b",
+    "gp": "#7b5ea7",
+    "cost": "#b8a200",
+}
 WHATS: Final = ("gemm1", "gemm2", "pair", "layer")
 
 

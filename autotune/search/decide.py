@@ -12,7 +12,17 @@ from fitune.record import Decision, Measurement, Member
 from fitune.tactic import STAGES, Stage, Tactic
 
 MARGIN: Final = 0.01
-"""What a choice among tied tactics may cost at the most, where the noise is smaller."""
+"""How far tactics of one equivalence set may lie apart, where the noise is smaller.
+
+A choice among them may cost half of it: what is chosen within half the margin, another search finds within all of it.
+"""
+
+DEFAULT_MARGIN: Final = 0.03
+"""How far a tied default may lie from the fastest and stay, where the noise is smaller.
+
+Intervals that are wide because the clock drifted overlap over a quarter of a time: that two tactics cannot be told
+apart by them is no reason to keep the one that looks slower by far.
+"""
 
 UNKNOWN_US: Final = 0.0
 """`Decision.default_us` where the default could not be measured."""
@@ -34,10 +44,11 @@ def decide(
     """The decision of a key, or None where no finalist worked.
 
     Members are tied with the fastest where intervals overlap or medians are closer than `noise`. The default stays
-    if it is tied. Otherwise only members that beat the default by more than noise can be chosen, and of the tied ones
-    among those only such whose median is within MARGIN, or the noise, of the fastest: wide intervals overlap without
-    making two tactics equal. Among what is left: what the nearest of `neighbours` use, else the one that needs the
-    fewest new kernels beside `used_stages`, launches and resources, else the first by text.
+    if it is tied and within DEFAULT_MARGIN, or the noise, of the fastest. Otherwise only tied members can be chosen (of
+    a default that is not tied, such as beat it by more than noise), and of those only such whose median is within half
+    of MARGIN, or of the noise, of the fastest: wide intervals overlap without making two tactics equal. Among what is
+    left: what the nearest of `neighbours` use, else the one that needs the fewest new kernels beside `used_stages`,
+    launches and resources, else the first by text.
     """
     timed = [(outcome.tactic, outcome.measurement) for outcome in finals if outcome.measurement is not None]
     whole = [(tactic, measured) for tactic, measured in timed if isinstance(tactic, Tactic)]
@@ -77,16 +88,23 @@ def _choose(
     used_stages: Collection[Stage],
 ) -> tuple[Member, str]:
     tied = [member for member in members if member.tied]
-    if default is not None and default.tied:
+    near_us = members[0].measurement.median_us * (1.0 + max(noise, DEFAULT_MARGIN))
+    if default is not None and default.tied and default.measurement.median_us <= near_us:
         if len(tied) == 1:
             return default, "the default is the fastest beyond noise"
         apart = time_saved(members[0], default)
         return default, f"the default is tied with the fastest ({apart:.1%} apart, noise {noise:.1%})"
     candidates = tied
     if default is not None:
-        candidates = [member for member in tied if not is_tied(member.measurement, default.measurement, noise)]
-    assert candidates, "the fastest itself beats a default that is not tied with it"
-    limit_us = members[0].measurement.median_us * (1.0 + max(noise, MARGIN))
+        beaten_us = default.measurement.median_us / (1.0 + noise)
+        candidates = [
+            member
+            for member in tied
+            if member.measurement.median_us < beaten_us
+            and (default.tied or not is_tied(member.measurement, default.measurement, noise))
+        ]
+    assert candidates, "the fastest itself beats a default that does not stay"
+    limit_us = members[0].measurement.median_us * (1.0 + max(noise, MARGIN) / 2.0)
     candidates = [member for member in candidates if member.measurement.median_us <= limit_us]
     best, why = _canonical(candidates, neighbours, shape, used_stages)
     if default is None:
@@ -109,12 +127,12 @@ def _canonical(
         for member in candidates:
             if member.tactic == tactic:
                 return member, f"; of {len(candidates)} tied the one a neighbouring key uses"
-    best = min(candidates, key=lambda member: _effort(member.tactic, shape, used_stages))
+    best = min(candidates, key=lambda member: effort(member.tactic, shape, used_stages))
     return best, f"; of {len(candidates)} tied the one with the least to compile and launch"
 
 
-def _effort(tactic: Tactic, shape: LayerShape, used_stages: Collection[Stage]) -> tuple[int, int, int, str]:
-    """New kernels, launches beside the GEMMs, operand bytes kept in flight, text."""
+def effort(tactic: Tactic, shape: LayerShape, used_stages: Collection[Stage]) -> tuple[int, int, int, str]:
+    """What orders tied tactics: new kernels, launches beside the GEMMs, operand bytes kept in flight, text."""
     stages = [tactic.stage(name) for name in STAGES]
     new = sum(stage not in used_stages for stage in stages)
     launches = (tactic.gather == "permute") + (tactic.activation == "separate") + (tactic.finalize == "fused")

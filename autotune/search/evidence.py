@@ -75,9 +75,7 @@ class Evidence:
         return sorted((stage for stage in times if stage in legal), key=lambda stage: (times[stage], str(stage)))[:most]
 
     def _comparable(self, record: Record) -> bool:
-        if record.measurement is None or self._regime is None:
-            return True
-        return regime_facts(record.measurement.regime) == regime_facts(self._regime)
+        return same_regime(record, self._regime)
 
     def add(self, record: Record) -> None:
         if isinstance(record.tactic, Tactic):
@@ -122,6 +120,13 @@ class Evidence:
 def same_kernels(a: Environment, b: Environment) -> bool:
     """Whether times of two environments may stand side by side in one search: device and kernel sources agree."""
     return (a.device, a.arch, a.kernels) == (b.device, b.arch, b.kernels)
+
+
+def same_regime(record: Record, regime: Regime | None) -> bool:
+    """Whether a record may stand beside times of a regime (None: of any). A failure has none and always may."""
+    if record.measurement is None or regime is None:
+        return True
+    return regime_facts(record.measurement.regime) == regime_facts(regime)
 
 
 def regime_facts(regime: Regime) -> tuple[str, str, str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -15,6 +15,8 @@ OTHER_HEAD_MARGIN: Final = 0.08
 """Stages are timed alone; another tile_size this close may still win as a layer."""
 PREFERRED_MARGIN: Final = 0.05
 RUNNER_UP_MARGIN: Final = 0.04
+TIED_MARGIN: Final = 0.005
+"""Pairs whose sums are this close to the fastest are as good as it, for all that single times can tell."""
 DEPTH: Final = 3
 
 
@@ -28,9 +30,15 @@ class Finalist:
 
 
 def finalists(
-    default: Tactic, first: Ranked, second: Ranked, preferred: Mapping[Tactic, str], count: int
+    default: Tactic,
+    first: Ranked,
+    second: Ranked,
+    preferred: Mapping[Tactic, str],
+    count: int,
+    order: Callable[[Tactic], tuple[int, int, int, str]] | None = None,
 ) -> list[Finalist]:
-    """At most `count` layers, the default first, then the fastest sum of stages.
+    """At most `count` layers, the default first, then the fastest sum of stages, then of the pairs that are tied with
+    it the first by `order`: among many equal ones, two searches find another fastest, but the same first.
 
     Room that is left goes, in this order, to the best pair launched otherwise, to what neighbours use (`preferred`,
     with its origin) where its sum is close, to the best pairs of other heads, and to runner-up stages. Deterministic
@@ -54,7 +62,8 @@ def finalists(
     runners = [item for item in pairs[1:] if item[0] <= best_us * (1.0 + RUNNER_UP_MARGIN)]
     twin = _launched_otherwise(pairs[0][1])
     twins = [(total, twin)] if (total := _sum_of(twin, first, second)) and twin != pairs[0][1] else []
-    for total, tactic in [pairs[0], *twins, *near, *others, *runners]:
+    tied = [] if order is None else [min(_tied(first, second, best_us), key=lambda item: order(item[1]))]
+    for total, tactic in [pairs[0], *tied, *twins, *near, *others, *runners]:
         if len(found) < count and all(tactic != item.tactic for item in found):
             found.append(Finalist(tactic, preferred.get(tactic, "sampler"), total))
     return found
@@ -88,6 +97,19 @@ def _pairs(first: Ranked, second: Ranked) -> list[tuple[float, Tactic]]:
         for b_us, b in second[head][:DEPTH]
     ]
     return sorted(pairs, key=lambda item: (item[0], str(item[1])))
+
+
+def _tied(first: Ranked, second: Ranked, best_us: float) -> list[tuple[float, Tactic]]:
+    """All pairs whose sum is within TIED_MARGIN of the best, with their sums in µs."""
+    limit_us = best_us * (1.0 + TIED_MARGIN)
+    return [
+        (a_us + b_us, Tactic.of(a, b))
+        for head in first.keys() & second.keys()
+        for a_us, a in first[head]
+        if a_us + second[head][0][0] <= limit_us
+        for b_us, b in second[head]
+        if a_us + b_us <= limit_us
+    ]
 
 
 def _sum_of(tactic: Tactic, first: Ranked, second: Ranked) -> float:

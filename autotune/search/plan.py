@@ -14,7 +14,7 @@ from fitune.problem import Key, LayerKey, Problem
 from fitune.tactic import Stage, StageName, Tactic
 from fitune.target import Target
 
-SAMPLERS: Final = ("pool", "random", "tpe", "exhaustive")
+SAMPLERS: Final = ("pool", "random", "tpe", "gp", "exhaustive")
 SWEEP_POOL: Final = 200
 """Pools up to this size are measured whole when no number of trials is given."""
 

@@ -18,7 +18,7 @@ from fitune.measure.protocol import Measurer, Outcome
 from fitune.measure.recording import RecordingMeasurer
 from fitune.problem import Key, Problem, key_of
 from fitune.record import Decision, Record
-from fitune.search.decide import decide
+from fitune.search.decide import decide, effort
 from fitune.search.events import (
     Event,
     FinalsStarted,
@@ -295,8 +295,16 @@ class _Run:
         began = self.clock()
         near = self._near_decisions(key)
         preferred = {decision.chosen: origin_of(decision.key) for decision in reversed(near)}
+        used = {other.chosen.stage(name) for other in near for name in STAGES}
         first, second = ledgers
-        chosen = finalists(default, first.ranked(), second.ranked(), preferred, self.plan.finalists)
+        chosen = finalists(
+            default,
+            first.ranked(),
+            second.ranked(),
+            preferred,
+            self.plan.finalists,
+            lambda tactic: effort(tactic, problem.shape, used),
+        )
         outcomes = self._finals(key, problem, chosen)
         working = [outcome.tactic for outcome in outcomes if outcome.measurement is not None]
         if not working or not isinstance(working[0], Tactic):
@@ -310,7 +318,7 @@ class _Run:
             outcomes,
             self.measurer.noise(problem, raced),
             neighbours=[other.chosen for other in near],
-            used_stages={other.chosen.stage(name) for other in near for name in STAGES},
+            used_stages=used,
             environment_id=self.measurer.environment.id,
             run_id=self.run_id,
             time_s=time.time(),

@@ -14,18 +14,22 @@ illegal combination can come up. Trials that were pruned or failed count as meas
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import optuna
 from numpy.typing import NDArray
 from optuna.distributions import BaseDistribution
-from optuna.samplers import BaseSampler, TPESampler
+from optuna.exceptions import ExperimentalWarning
+from optuna.samplers import BaseSampler, GPSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState
 
+from fitune.errors import InputError
 from fitune.search.pool import Floats, Head, StagePool
 from fitune.search.proposer import NeighbourTask, Observation, Proposer
 
@@ -135,34 +139,57 @@ class SweepSampler(PoolBase):
         return int(free[np.argmin(self._predicted[free])])
 
 
-class TpePoolSampler(PoolBase):
-    """Optuna's own TPE, each proposal moved to the nearest member that is left.
+class RepairedSampler(PoolBase):
+    """A sampler of Optuna's, each proposal moved to the nearest member that is left.
 
     Nearest by how many fields differ; numbers count by how many choices lie between.
     """
 
-    def __init__(self, pool: StagePool, seed: int = 0) -> None:
+    def __init__(self, pool: StagePool, inner: BaseSampler, seed: int = 0) -> None:
         super().__init__(pool, seed)
-        self._tpe = TPESampler(seed=seed)
+        self._inner = inner
+        self._space = {name: choices for name, choices in pool.distributions.items() if not choices.single()}
         self._places = {
             name: np.array([distribution.choices.index(params[name]) for params in pool.params], dtype=np.float64)
-            for name, distribution in pool.distributions.items()
-            if not distribution.single()
+            for name, distribution in self._space.items()
         }
 
     def reseed_rng(self) -> None:
         super().reseed_rng()
-        self._tpe.reseed_rng()
+        self._inner.reseed_rng()
 
     def _choose(self, study: optuna.Study, trial: FrozenTrial, free: NDArray[np.int64]) -> int:
+        together = self._inner.sample_relative(study, trial, self._relative(study, trial))
         far = np.zeros(len(free))
         for name, places in self._places.items():
-            distribution = self.pool.distributions[name]
-            wanted = self._tpe.sample_independent(study, trial, name, distribution)
+            distribution = self._space[name]
+            wanted = (
+                together[name] if name in together else self._inner.sample_independent(study, trial, name, distribution)
+            )
             apart = np.abs(places[free] - distribution.choices.index(wanted))
             numeric = isinstance(wanted, int) and not isinstance(wanted, bool)
             far += apart / (len(distribution.choices) - 1) if numeric else apart > 0
         return int(free[np.argmin(far)])
+
+    def _relative(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """The parameters that the inner sampler draws together: what it says itself of finished trials."""
+        known = self._inner.infer_relative_search_space(study, trial)
+        return {name: self._space[name] for name in known if name in self._space}
+
+
+def tpe_sampler(pool: StagePool, seed: int = 0) -> RepairedSampler:
+    """Optuna's tree-structured Parzen estimator over the pool."""
+    return RepairedSampler(pool, TPESampler(seed=seed), seed)
+
+
+def gp_sampler(pool: StagePool, seed: int = 0) -> RepairedSampler:
+    """Optuna's Gaussian process over the pool. Raises InputError where torch or scipy, which it needs, are missing."""
+    missing = [name for name in ("torch", "scipy") if find_spec(name) is None]
+    if missing:
+        raise InputError(f"sampler 'gp' needs {' and '.join(missing)}; pip install {' '.join(missing)}, or use 'pool'")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        return RepairedSampler(pool, GPSampler(seed=seed), seed)
 
 
 class PoolSampler(PoolBase):

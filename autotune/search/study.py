@@ -18,10 +18,11 @@ from fitune.errors import StoreError
 from fitune.measure.protocol import Outcome
 from fitune.problem import Key, Problem
 from fitune.search.evidence import Evidence, StageResult
+from fitune.search.history import basis_of, latest_regime
 from fitune.search.plan import key_coordinates
 from fitune.search.pool import Floats, Head, StagePool, head_of, suggest_stage
 from fitune.search.proposer import NeighbourTask
-from fitune.search.sampler import PoolBase, PoolSampler, RandomPoolSampler, SweepSampler, TpePoolSampler
+from fitune.search.sampler import PoolBase, PoolSampler, RandomPoolSampler, SweepSampler, gp_sampler, tpe_sampler
 from fitune.tactic import Stage, StageName
 from fitune.target import Environment, Target
 
@@ -65,7 +66,7 @@ class Ledger:
                     params=stage_params_of(self.pool, stage),
                     distributions=dict(self.pool.distributions),
                     value=self._told_us(stage, result),
-                    user_attrs=_attributes(stage, result),
+                    user_attrs=attributes_of(stage, result),
                 )
             )
         return len(kept)
@@ -106,7 +107,7 @@ class Ledger:
             asked.origin,
         )
         self.results[asked.stage] = result
-        for name, value in _attributes(asked.stage, result).items():
+        for name, value in attributes_of(asked.stage, result).items():
             asked.trial.set_user_attr(name, value)
         with quiet():
             self.study.tell(asked.trial, self._told_us(asked.stage, result))
@@ -198,7 +199,9 @@ def open_ledger(
     elif sampler == "random":
         made = RandomPoolSampler(pool, seed)
     elif sampler == "tpe":
-        made = TpePoolSampler(pool, seed)
+        made = tpe_sampler(pool, seed)
+    elif sampler == "gp":
+        made = gp_sampler(pool, seed)
     else:
         made = PoolSampler(
             pool,
@@ -225,16 +228,17 @@ def study_of(
 ) -> optuna.Study:
     """The Optuna study of a key and GEMM, built from a store: one finished trial per stage tried.
 
-    `stages` is the pool (default: the stages tried); `environment` says which records are comparable (default: the
-    environment of the key's decision, else of its latest record). Failed stages have a penalty as value and their
+    `stages` is the pool (default: the stages tried); `environment` says which records are comparable (default: that
+    of `basis_of`), those of the latest regime. Failed stages have a penalty as value and their
     status in the user attribute `status`. Raises StoreError where the store has nothing of that key.
     """
     records, environments = store.records(lambda other: other == key), store.environments()
     if environment is None:
-        decision = store.decisions(lambda other: other == key).get(key)
-        chosen = decision.environment_id if decision is not None else (records[-1].environment_id if records else "")
-        environment = environments.get(chosen)
-    evidence = Evidence.load(records, environments, environment) if environment is not None else None
+        environment = basis_of(records, store.decisions(lambda other: other == key).get(key), environments)
+    evidence = None
+    if environment is not None:
+        regime = latest_regime(records, environment, environments)
+        evidence = Evidence.load(records, environments, environment, regime)
     tried = evidence.stages(key, part) if evidence is not None else {}
     if evidence is None or not tried:
         raise StoreError(f"store {store.path} has no {part} stages of {key.layer.ep_label}, {key.num_tokens} tokens")
@@ -257,7 +261,8 @@ def _neighbour_tasks(key: Key, part: StageName, target: Target, evidence: Eviden
     return tasks
 
 
-def _attributes(stage: Stage, result: StageResult) -> dict[str, str | float]:
+def attributes_of(stage: Stage, result: StageResult) -> dict[str, str | float]:
+    """What a trial says of its stage beside the value."""
     return {
         "stage": str(stage),
         "status": str(result.status),

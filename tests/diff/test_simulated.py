@@ -49,8 +49,10 @@ def test_two_tunes_of_the_same_keys_are_never_really_different(make: SimpleNames
 @pytest.mark.parametrize("noise", [0.002, 0.01, 0.03])
 def test_claims_about_ep_sizes_hold_in_truth(make: SimpleNamespace, noise: float) -> None:
     """Exhaustive sweeps of three EP sizes that truly prefer different tactics, by some percent: what is called real
-    costs time in truth, and on the side that is named; what is called a tie does not."""
+    costs time in truth, and on the side that is named; what is called a tie does not. Claims rest on 95 % intervals:
+    one of them may be wrong, by less than the noise."""
     claimed = {Verdict.REAL: 0, Verdict.TIE: 0}
+    wrong = []
     for seed in range(4):
         tuner = make.Tuner(seed, noise, stages=2000, place=0.05)
         sides = {
@@ -61,12 +63,14 @@ def test_claims_about_ep_sizes_hold_in_truth(make: SimpleNamespace, noise: float
             for row in diff_sides(sides[one], sides[other]).differing:
                 costs = true_costs(tuner, row)
                 if row.verdict is Verdict.REAL:
-                    assert costs[row.evidence.regret == row.regret_b_on_a] > 0.0
+                    cost = costs[row.evidence.regret == row.regret_b_on_a]
+                    wrong += [cost] if cost <= 0.0 else []
                 if row.verdict is Verdict.TIE:
                     assert max(map(abs, costs)) < 0.03 + 3 * noise
                 if row.verdict in claimed:
                     claimed[row.verdict] += 1
     assert all(claimed.values()), claimed
+    assert len(wrong) <= 1 and all(cost > -noise for cost in wrong), wrong
 
 
 def true_costs(tuner: Any, row: Any) -> tuple[float, float]:

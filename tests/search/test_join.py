@@ -62,3 +62,14 @@ def test_a_twin_that_is_the_default_stands_once() -> None:
     sides = ranked({GEMV: (10.0, 10.0), TWIN: (15.0, 15.0)})
     names = [item.tactic for item in finalists(TWIN, *sides, {}, 5)]
     assert names[:2] == [TWIN, GEMV] and names.count(TWIN) == 1
+
+
+def test_of_pairs_tied_with_the_best_the_first_in_order_is_raced_too() -> None:
+    """Two searches see another fastest of many equal pairs; what both race is the one that comes first by order."""
+    heads = [replace(TILE, gemm1=replace(TILE.gemm1, num_stages=stages)) for stages in (3, 4, 5, 6)]
+    for times in ((10.03, 10.0, 10.02, 10.01), (10.01, 10.02, 10.0, 10.03)):
+        sides = ranked({tactic: (time_us, 10.0) for tactic, time_us in zip(heads, times, strict=True)})
+        by_text = lambda tactic: (0, 0, 0, str(tactic))  # noqa: E731
+        assert heads[0] in [item.tactic for item in finalists(DEFAULT, *sides, {}, 3, by_text)]
+    far = ranked({heads[0]: (10.3, 10.0), heads[1]: (10.0, 10.0)})
+    assert [item.tactic for item in finalists(DEFAULT, *far, {}, 2, by_text)] == [DEFAULT, heads[1]]

@@ -10,6 +10,7 @@ import optuna
 import pytest
 
 from fitune import cost
+from fitune.errors import InputError
 from fitune.families import grouped_mm
 from fitune.families.registry import BUILT_IN
 from fitune.problem import DTYPES, DType, LayerShape
@@ -22,7 +23,8 @@ from fitune.search.sampler import (
     PoolSampler,
     RandomPoolSampler,
     SweepSampler,
-    TpePoolSampler,
+    gp_sampler,
+    tpe_sampler,
 )
 from fitune.tactic import STAGES, Stage
 from fitune.target import KNOWN_TARGETS
@@ -36,7 +38,11 @@ def make(kind: str, pool: StagePool, seed: int, predicted: np.ndarray) -> PoolBa
     if kind == "random":
         return RandomPoolSampler(pool, seed)
     if kind == "tpe":
-        return TpePoolSampler(pool, seed)
+        return tpe_sampler(pool, seed)
+    if kind == "gp":
+        pytest.importorskip("scipy")
+        pytest.importorskip("torch")
+        return gp_sampler(pool, seed)
     return SweepSampler(pool, predicted)
 
 
@@ -46,7 +52,7 @@ def small_pool(lab: SimpleNamespace, count: int = 40) -> tuple[StagePool, np.nda
     return pool, cost.predict_many_us(pool.stages, key, lab.TARGET)
 
 
-@pytest.mark.parametrize("kind", ["pool", "random", "tpe", "sweep"])
+@pytest.mark.parametrize("kind", ["pool", "random", "tpe", "gp", "sweep"])
 def test_visits_every_member_once_and_stops(kind: str, lab: SimpleNamespace) -> None:
     pool, predicted = small_pool(lab)
     study = optuna.create_study(sampler=make(kind, pool, 1, predicted))
@@ -57,7 +63,7 @@ def test_visits_every_member_once_and_stops(kind: str, lab: SimpleNamespace) -> 
         suggest_stage(study.ask(), pool)
 
 
-@pytest.mark.parametrize("kind", ["pool", "random", "tpe", "sweep"])
+@pytest.mark.parametrize("kind", ["pool", "random", "tpe", "gp", "sweep"])
 def test_open_pruned_and_failed_trials_are_not_asked_again(kind: str, lab: SimpleNamespace) -> None:
     pool, predicted = small_pool(lab, 12)
     study = optuna.create_study(sampler=make(kind, pool, 0, predicted))
@@ -79,6 +85,12 @@ def test_partly_fixed_trials_stay_legal(lab: SimpleNamespace) -> None:
     assert (stage.tile_size, stage.gemm.block_n) == (wanted["tile_size"], wanted["block_n"])
     study.enqueue_trial(pool.params[9])
     assert suggest_stage(study.ask(), pool) == pool.stages[9]
+
+
+def test_gp_says_what_it_needs(lab: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fitune.search.sampler.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"needs torch and scipy; pip install torch scipy, or use 'pool'"):
+        gp_sampler(small_pool(lab)[0])
 
 
 def test_other_parameters_are_refused(lab: SimpleNamespace) -> None:
