@@ -46,6 +46,9 @@ FORMAT: Final = 1
 SUFFIX: Final = ".t4.json"
 MAX_T4_BYTES: Final = 1 << 25
 """Some 20,000 results; hostile JSON takes up to twenty times its size in memory."""
+LEAST_US: Final = 1e-3
+MOST_US: Final = 1e10
+"""What a time of a kernel that is read back may be: from a nanosecond to hours."""
 ORIGIN: Final = "import:t4"
 """Of records whose file does not say where their tactic came from."""
 

@@ -16,8 +16,10 @@ from fitune.cache.t4 import (
     ERRORS,
     FORMAT,
     KEY_FIELDS,
+    LEAST_US,
     MAX_T4_BYTES,
     MEMBER_FIELDS,
+    MOST_US,
     OF_KERNEL,
     OPTIONAL_FIELDS,
     ORIGIN,
@@ -178,6 +180,8 @@ def _record(value: object, part: str, names: Names, where: str) -> Record:
     if record.part != part:
         raise FieldError(f"{where}.configuration.tactic", f"{shown(tactic)} is none of {part}")
     _check_derived(result, record, where)
+    if record.measurement is not None:
+        _check_time(record.measurement.median_us, f"{where}.measurements")
     return record
 
 
@@ -255,6 +259,28 @@ def _decision(value: object, part: str, names: Names, where: str) -> Decision:
         tactic, tied, regime, measured = _row(member, MEMBER_FIELDS, inner)
         read.append((tactic, _Measurements(measured, f"{inner}.measurements").timed(regime), tied))
     try:
-        return decode_decision((0, environment, 0, chosen, tuple(read), *rest), names)
+        decision = decode_decision((0, environment, 0, chosen, tuple(read), *rest), names)
     except FieldError as error:
         raise FieldError(f"{where}.{error.field.removeprefix('decision.')}", error.what) from error
+    _check_decision(decision, where)
+    return decision
+
+
+def _check_decision(decision: Decision, where: str) -> None:
+    """That a decision follows from its members. Raises FieldError."""
+    for index, member in enumerate(decision.members):
+        _check_time(member.measurement.median_us, f"{where}.members[{index}].measurements")
+    if decision.member(decision.chosen) is None:
+        raise FieldError(f"{where}.chosen", f"{shown(str(decision.chosen))} is none of the members")
+    default = decision.member(decision.default)
+    default_us = 0.0 if default is None else default.measurement.median_us
+    if decision.default_us != default_us:
+        raise FieldError(f"{where}.default_us", f"{decision.default_us:g} where the members say {default_us:g}")
+    if not 0.0 <= decision.noise <= 1.0:
+        raise FieldError(f"{where}.noise", f"{decision.noise:g} is no share of a time, from 0 to 1")
+
+
+def _check_time(median_us: float, where: str) -> None:
+    """That a time could be one of a kernel. Raises FieldError."""
+    if not LEAST_US <= median_us <= MOST_US:
+        raise FieldError(where, f"{median_us:g} us is no time of a kernel: those lie from {LEAST_US:g} to {MOST_US:g}")

@@ -171,9 +171,10 @@ def read_range(text: str, option: str) -> tuple[int, int]:
 def choose_problems(auto: Auto, problems: Sequence[Problem], measurer: Measurer) -> tuple[Problem, ...]:
     """The problems of the one grid that serves all layers of `problems` best, said in one line on stderr.
 
-    A recording can only be searched at the points it holds. Raises StoreError where it holds none of them.
+    A recording can only be searched at the points it holds. Raises StoreError where it holds none of a layer, and
+    InputError where it holds too few.
     """
-    from fitune.cli.inputs import check_chip
+    from fitune.cli.inputs import MAX_TOKENS, check_chip
     from fitune.measure.choose import choose_measurer
     from fitune.measure.recording import RecordingMeasurer
     from fitune.search.grid import candidate_points, choose_grid, recorded_points, transfer_of
@@ -183,10 +184,17 @@ def choose_problems(auto: Auto, problems: Sequence[Problem], measurer: Measurer)
     if isinstance(measurer, RecordingMeasurer):
         player = measurer
         points = recorded_points(player, layers, auto.low, auto.high)
-        if not points:
-            for layer in layers:
-                player.require(replace(layer, num_tokens=auto.low))
-            raise AssertionError("a recording without points must lack a key")
+        if len(points) < auto.num_buckets:
+            held = recorded_points(player, layers, 1, MAX_TOKENS)
+            if not held:
+                for layer in layers:
+                    player.require(replace(layer, num_tokens=auto.low))
+            raise InputError(
+                f"{auto.num_buckets} buckets are more than the {len(points)} token counts from {auto.low} to "
+                f"{auto.high} that recording {player.recording.name!r} holds (it has {', '.join(map(str, held))}); "
+                "only those can be played back"
+            )
+        say(f"only the {len(points)} recorded token counts of the range can be chosen; `fitune grid` chooses among all")
     else:
         shipped = choose_measurer("recording", problems).measurer
         assert isinstance(shipped, RecordingMeasurer)

@@ -43,7 +43,10 @@ def importance(
     tokens: options.TokensFilter = None,
     all_axes: Annotated[bool, typer.Option("--all", help="All axes, those of little importance too.")] = False,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="DIR", help="Also write Optuna's charts, one page a GEMM.")
+        Path | None,
+        typer.Option(
+            "--html", metavar="DIR", parser=options.some_path, help="Also write Optuna's charts, one page a GEMM."
+        ),
     ] = None,
     json: options.Json = False,
 ) -> None:

@@ -21,6 +21,13 @@ def whole_number(least: int) -> Callable[[object], int]:
     return read
 
 
+def some_path(text: object) -> Path:
+    """A path to write to; an empty one, such as a variable that was never set makes, would be the current folder."""
+    if not str(text).strip():
+        raise typer.BadParameter("it is empty; name a path")
+    return Path(str(text))
+
+
 Model = Annotated[str | None, typer.Option("--model", metavar="NAME", help="A known model, such as deepseek-v3.")]
 ModelConfig = Annotated[
     Path | None, typer.Option("--model-config", metavar="PATH", help="A local Hugging Face config.json.")

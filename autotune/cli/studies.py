@@ -26,7 +26,9 @@ def register(exports: typer.Typer) -> None:
 
 
 def export_optuna(
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The SQLite file to make.")],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", parser=options.some_path, help="The SQLite file to make.")
+    ],
     store: options.StoreDir = None,
     ep: options.EpFilter = None,
     tokens: options.TokensFilter = None,

@@ -18,7 +18,7 @@ EXPORT_EXAMPLES = """\b
 Examples:
   fitune export t4 --store tuned --out t4
   fitune export t4 --recording h200.fitrec --out t4 --force"""
-IMPORT_EXAMPLE = "\b\nExample:\n  fitune import t4 t4/*.t4.json --store tuned"
+IMPORT_EXAMPLE = "\b\nExample:\n  fitune import t4 t4 --store tuned"
 NOT_HELD = "not in T4 files: the recording's name, note and target"
 
 
@@ -28,7 +28,12 @@ def register(exports: typer.Typer, imports: typer.Typer) -> None:
 
 
 def export_t4(
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to write to; made where missing.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", metavar="DIR", parser=options.some_path, help="The folder to write to; made where missing."
+        ),
+    ],
     store: options.StoreDir = None,
     recording: Annotated[
         Path | None, typer.Option("--recording", metavar="FILE", help="Write what a recording holds instead.")
@@ -93,8 +98,22 @@ def _check_folder(out: Path, names: dict[str, bytes], force: bool) -> None:
         )
 
 
+def _files_of(path: Path) -> list[Path]:
+    """The T4 files of a folder, in order, or the file itself. Raises InputError for a folder without any."""
+    if not path.is_dir():
+        return [path]
+    from fitune.cache.t4 import SUFFIX
+
+    found = sorted(path.glob(f"*{SUFFIX}"))
+    if not found:
+        raise InputError(f"{path} is a folder without a {SUFFIX} file; name one that `fitune export t4` wrote")
+    return found
+
+
 def import_t4(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="T4 files of `fitune export t4`.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="PATH...", help="T4 files of `fitune export t4`, or folders of them.")
+    ],
     store: options.StoreDir = None,
     json: options.Json = False,
 ) -> None:
@@ -106,7 +125,7 @@ def import_t4(
     from fitune.cache import Store
     from fitune.cache.t4_reader import read_t4
 
-    contents = [read_t4(path) for path in files]
+    contents = [read_t4(path) for given in files for path in _files_of(given)]
     path = options.store_path(store)
     into = Store.open(path, create=True)
     report = into.add(
@@ -121,7 +140,7 @@ def import_t4(
         from fitune.cli.output import emit_json
 
         counts = {"records": report.records, "decisions": report.decisions, "duplicates": report.duplicates}
-        emit_json({"store": str(path), "files": len(files), **counts})
+        emit_json({"store": str(path), "files": len(contents), **counts})
         return
     print(
         f"{path}: {report.records} records and {report.decisions} decisions added, "

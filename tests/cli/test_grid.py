@@ -148,7 +148,7 @@ def test_on_a_gpu_any_point_may_be_chosen(capsys: pytest.CaptureFixture[str], de
     [
         ("auto:0", ("auto:0", "1 or more")),
         ("auto:3:16-600", ("3 buckets are more than the 2", "16, 512")),
-        ("auto:1:600-700", ("no num_tokens 600", "16, 512")),
+        ("auto:1:600-700", ("more than the 0 token counts from 600 to 700", "16, 512")),
     ],
 )
 def test_search_cannot_choose_what_there_is_not(

@@ -95,7 +95,7 @@ def test_bad_lines(run: Run, recording_file: Path, tmp_path: Path) -> None:
     (tmp_path / "a").write_text("mine")
     refused(run("export", "t4", "--recording", recording_file, *out), "is a file; name a folder")
     refused(run("export", "t4", "--store", tmp_path / "s"), "--out")
-    refused(run("import", "t4", "--store", tmp_path / "s"), "FILE")
+    refused(run("import", "t4", "--store", tmp_path / "s"), "PATH")
 
 
 @pytest.mark.parametrize(
@@ -115,3 +115,52 @@ def test_one_bad_file_keeps_all_out(
     bad.write_text(content)
     refused(run("import", "t4", *(tmp_path / "a").iterdir(), bad, "--store", tmp_path / "s"), "bad.json", *words)
     assert not (tmp_path / "s").exists()
+
+
+def test_a_folder_stands_for_its_files(run: Run, tuned: Path, tmp_path: Path) -> None:
+    assert run("export", "t4", "--store", tuned, "--out", tmp_path / "a").code == 0
+    result = run("import", "t4", tmp_path / "a", "--store", tmp_path / "back", "--json")
+    assert json.loads(result.out)["files"] == 12
+    (tmp_path / "none").mkdir()
+    refused(run("import", "t4", tmp_path / "none", "--store", tmp_path / "x"), "without a .t4.json file")
+
+
+def test_an_empty_out_is_not_the_current_folder(run: Run, tuned: Path) -> None:
+    result = run("export", "t4", "--store", tuned, "--out", "")
+    assert result.code == 2 and "it is empty; name a path" in result.err
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("default_us", 5e-324, "default_us"),
+        ("default_us", 0.0, "where the members say"),
+        ("noise", 1e308, "no share of a time"),
+        ("members", [], "none of the members"),
+    ],
+)
+def test_decisions_follow_from_their_members(
+    field: str, value: object, words: str, run: Run, tuned: Path, tmp_path: Path
+) -> None:
+    assert run("export", "t4", "--store", tuned, "--out", tmp_path / "a").code == 0
+    path = next(path for path in sorted((tmp_path / "a").iterdir()) if "layer" in path.name)
+    content = json.loads(path.read_text())
+    content["metadata"]["fitune"]["decisions"][0][field] = value
+    path.write_text(json.dumps(content))
+    refused(run("import", "t4", path, "--store", tmp_path / "s"), path.name, words)
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("time_us", [1e308, 1e-300])
+def test_times_that_no_kernel_takes(time_us: float, run: Run, tuned: Path, tmp_path: Path) -> None:
+    assert run("export", "t4", "--store", tuned, "--out", tmp_path / "a").code == 0
+    path = next(path for path in sorted((tmp_path / "a").iterdir()) if "gemm1" in path.name)
+    content = json.loads(path.read_text())
+    result = next(item for item in content["results"] if item["measurements"])
+    for item in result["measurements"]:
+        if item["name"].startswith("time"):
+            item["value"] = time_us
+    result["times"]["runtimes"] = [time_us / 1000]
+    result["objectives"] = result.get("objectives", [])
+    path.write_text(json.dumps(content))
+    refused(run("import", "t4", path, "--store", tmp_path / "s"), path.name)
