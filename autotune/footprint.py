@@ -74,7 +74,7 @@ def shared_memory_bytes(stage: Stage, shape: LayerShape, target: Target) -> int:
 
 
 def accumulator_registers(stage: Stage, shape: LayerShape) -> int:
-    """Registers per thread that hold the accumulators, and the partial products that are scaled into them.
+    """Registers per thread that hold the accumulators, and a step's partial products that are added to them in fp8.
 
     For gemv those that hold the weights in flight: its accumulators are few.
     """

@@ -246,9 +246,7 @@ def main() -> None:
     parser.add_argument("--recording", type=Path, help="default: the shipped one")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--budgets", type=numbers, default=[10, 25, 50, 100], help="measurements per GEMM")
-    parser.add_argument(
-        "--samplers", default="pool,pool-cold,random,tpe,cost", help="gp, which takes hours, on request only"
-    )
+    parser.add_argument("--samplers", default="pool,pool-cold,random,tpe,cost", help="gp on request only")
     parser.add_argument("--tokens", type=numbers, help="only these token counts")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--csv", type=Path, help="write a row per key, part, sampler, seed and budget (.csv.gz)")

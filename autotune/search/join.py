@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from fitune.search.decide import MARGIN
 from fitune.search.pool import Head, head_of
 from fitune.tactic import LibraryGemm, Stage, Tactic
 
@@ -15,8 +16,8 @@ OTHER_HEAD_MARGIN: Final = 0.08
 """Stages are timed alone; another tile_size this close may still win as a layer."""
 PREFERRED_MARGIN: Final = 0.05
 RUNNER_UP_MARGIN: Final = 0.04
-TIED_MARGIN: Final = 0.005
-"""Pairs whose sums are this close to the fastest are as good as it, for all that single times can tell."""
+TIED_MARGIN: Final = MARGIN / 2.0
+"""Pairs whose sums are this close to the fastest are as good as it: what a decision may give away."""
 DEPTH: Final = 3
 
 
